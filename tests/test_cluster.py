@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import ROOT, copy_repository, flags_of, free_port, listens, refusal, wait_for
+from conftest import ROOT, copy_repository, flags_of, free_port, given, listens, refusal, wait_for
 from test_scripts import CLEAN, assert_one_sentence, program
 
 import utils
@@ -241,7 +241,7 @@ def flags(run_flags):
     return lambda **more: ["--preset", "tiny", *flags_of(**run_flags((2, 1, 1), **small | more))]
 
 
-THIN = dict(n_experts=6, blocks=2, microbatches=2)
+THIN = given("--n_experts 6 --blocks 2 --microbatches 2")
 
 
 def losses(run):
@@ -323,7 +323,7 @@ def test_two_hosts_launch_watch_and_survive(idle, flags, train, tmp_path):
     _, second = hosts = idle.hosts[:2]
     noise = "echo Noise\nprintf Noise\ntrap 'echo Noise' EXIT\n"
     (second.home / ".bashrc").write_text(noise)
-    long = dict(training_steps=100_000, end_steps=200_000, save_steps=5)
+    long = given("--training_steps 100000 --end_steps 200000 --save_steps 5")
     words = flags(prompt=ODD, **long)
     done = idle.launch(*words, WANDB_API_KEY=SECRET)
     assert done.returncode == 0 and done.stdout.count("running") == 2, done.said
@@ -703,9 +703,9 @@ def start_main(words, **environment):
 
 def test_processes_that_do_not_come_together_say_so_in_time(flags):
     port = free_port()
-    meeting = dict(coordinator=f"127.0.0.1:{port}", num_processes=2)
-    for number in (1, 0):
-        process = start_main(flags(peer_timeout=1, **meeting, process_id=number))
+    words = f"--peer_timeout 1 --coordinator 127.0.0.1:{port} --num_processes 2 --process_id"
+    for number in "10":
+        process = start_main([*flags(), *words.split(), number])
         said = process.communicate(timeout=300)[0]
         assert process.returncode == 1 and "Traceback" not in said, said
         assert f"did not all meet at --coordinator 127.0.0.1:{port} within" in said
@@ -758,9 +758,10 @@ def test_process_0_listens_where_it_was_named(monkeypatch, capsys):
 
 
 def test_a_frozen_process_is_found(flags, tmp_path):
-    long = dict(training_steps=100_000, end_steps=200_000, eval_every=50_000, stuck_limit=10)
-    long |= dict(coordinator=f"127.0.0.1:{free_port()}", num_processes=2)
-    first, second = [start_main(flags(**long, process_id=i)) for i in range(2)]
+    words = "--training_steps 100000 --end_steps 200000 --eval_every 50000 --stuck_limit 10"
+    words += f" --coordinator 127.0.0.1:{free_port()} --num_processes 2 --process_id"
+    words = [*flags(), *words.split()]
+    first, second = (start_main([*words, str(i)]) for i in range(2))
     try:
         wait_for(lambda: first.poll() is not None or len(losses(tmp_path / "runs/over2")) > 5)
         assert first.poll() is None, first.communicate()[0]

@@ -98,9 +98,9 @@ def test_files_and_names_in_them_are_there(page):
             assert not name or defines(path, name), f"{file}: {name}"
 
 
-def as_flag(word):
-    """--a-flag or -a_flag as --a_flag, which is what the programs make of it."""
-    return "--" + word.lstrip("-").replace("-", "_")
+def as_flags(words):
+    """--a-flag and -a_flag as --a_flag, which is what the programs make of it."""
+    return {"--" + word.lstrip("-").replace("-", "_") for word in words}
 
 
 @functools.cache
@@ -112,7 +112,7 @@ def help_of(program):
         command = [sys.executable, str(ROOT / program), "--help", "all"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
         said = done.stdout
-    return {as_flag(word) for word in re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", said)}
+    return as_flags(re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", said))
 
 
 @functools.cache
@@ -120,13 +120,13 @@ def every_flag():
     """Of all programs and scripts, of pytest and pip none. Old names of main.py are flags too."""
     with ThreadPoolExecutor(2) as both:
         known = set().union(*both.map(help_of, [*PROGRAMS, *SCRIPTS]))
-    return known | {as_flag(old) for old in parser.RENAMED}
+    return known | as_flags(parser.RENAMED)
 
 
 @every_page
 def test_a_program_has_each_flag(page):
-    said = set(re.findall(r"(?<![\w-])--[a-zA-Z]\w*", prose(page.read_text())))
-    assert {as_flag(flag) for flag in said} <= every_flag()
+    said = re.findall(r"(?<![\w-])--[a-zA-Z]\w*", prose(page.read_text()))
+    assert as_flags(said) <= every_flag()
 
 
 def check_command(command):
@@ -143,7 +143,7 @@ def check_command(command):
     if program in ("tools/bench.py", *SCRIPTS):  # take those of main.py too
         known = known | help_of("main.py")
     flags = [word.split("=")[0] for word in words if parser.FLAG.match(word)]
-    assert {as_flag(flag) for flag in flags} <= known, (program, flags)
+    assert as_flags(flags) <= known, (program, flags)
 
 
 @every_page
@@ -184,12 +184,6 @@ def test_the_curves_of_rates_are_those_of_its_tables():
     assert len(losses) > 20 and all(f"{loss:.3f}" in text for loss in losses)
 
 
-def order():
-    """{package or module at top level: its place in the arrow}. It may import what is left of it."""
-    arrow = re.search(r"^```\n(.*?◄.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.M | re.S)
-    return {name.strip(): place for place, name in enumerate(arrow[1].split("◄"))}
-
-
 def imported(path):
     """Modules, or names in modules, that the statements of a file import."""
     names = set()
@@ -207,14 +201,13 @@ def test_imports_go_one_way_and_in_no_circle():
     graph = {name: imported(ROOT / path) & {*names} for name, path in zip(names, paths)}
     graph = {name: others - {name} for name, others in graph.items()}
     graphlib.TopologicalSorter(graph).prepare()  # fails at a circle
-    place = order()
+    # a package or module at top level may import what is left of it in this arrow
+    arrow = re.search(r"^```\n(.*?◄.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.M | re.S)
+    place = {name.strip(): i for i, name in enumerate(arrow[1].split("◄"))}
     for module, others in graph.items():
         for other in others:
             assert place[other.split(".")[0]] <= place[module.split(".")[0]], (module, other)
-
-
-def test_few_files_stand_at_top_level():
-    assert len(list(ROOT.glob("*.py"))) <= 6
+    assert sum("." not in name for name in names) <= 6
 
 
 def run(words, folder):

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 
 import fsspec
@@ -22,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ROOT, SMALL, flags_of, free_port, refusal, wait_for
+from conftest import ROOT, SMALL, flags_of, free_port, given, refusal, wait_for
 from test_cluster import XLA_FLAGS
 from test_resume import TINY, metrics_of
 
@@ -279,11 +280,9 @@ def test_a_run_directory_is_one_process_alone(train, tmp_path, capsys, monkeypat
     assert not (tmp_path / "other" / "run").exists(), "a refusal leaves nothing"
 
 
-@pytest.mark.parametrize("where", ["local", "memory://locks"])
-def test_a_lock_of_another_host_is_refused_and_that_of_a_dead_process_is_not(
-    where, tmp_path, capsys
-):
-    folder = str(tmp_path) if where == "local" else where
+@pytest.mark.parametrize("where", ["{}", "memory://{}"])
+def test_only_the_lock_of_a_dead_process_is_taken_over(where, tmp_path, capsys):
+    folder, local = where.format(tmp_path), where == "{}"
     path, me = f"{folder}/lock", json.loads(locks.this_process())
 
     def left(**differs):
@@ -293,18 +292,18 @@ def test_a_lock_of_another_host_is_refused_and_that_of_a_dead_process_is_not(
     said = f"--output x: process 5 on faraway has been writing to {folder} since noon; if it runs "
     assert_taken(folder, f"{said}no more, remove {path}, else give another --output.")
     assert json.loads(files.read_file(path))["host"] == "faraway"
-    if where != "local":  # a process of a bucket's lock is known by its number alone
+    if not local:  # a process of a bucket's lock is known by its number alone
         left(pid=os.getppid())
         assert_taken(folder, f"process {os.getppid()} on {me['host']}")  # it is alive
     left(pid=2**22 + 1)
     with alone(folder):
         assert json.loads(files.read_file(path))["pid"] == os.getpid()
-        if where == "local":
+        if local:
             assert_taken(folder, f"process {os.getpid()} on {me['host']}")
     assert files.read_file(path) is None
     assert "is taken over from process" in capsys.readouterr().out
     with alone(folder):
-        if where == "local":
+        if local:
             os.remove(path)
         left(host="faraway")
     assert files.read_file(path), "another's by now, so it stays"
@@ -371,10 +370,9 @@ def test_a_file_that_may_not_be_written_is_refused(tmp_path, monkeypatch):
 
 
 def test_what_killed_writers_left_unfinished_is_removed_and_nothing_of_others(tmp_path):
-    path, other = str(tmp_path / "ranks"), str(tmp_path / "other.part")
-    for part in (files.part_of(path), files.part_of(str(tmp_path / "other")), other):
-        with open(part, "w") as f:
-            f.write("x")
+    path = str(tmp_path / "ranks")
+    for part in (files.part_of(path), files.part_of(str(tmp_path / "a")), tmp_path / "other.part"):
+        Path(part).write_text("x")
     with files.replacing(path) as first:  # another program writes the same file meanwhile
         files.write_file(path, "second")
         assert len(os.listdir(tmp_path)) == 4 and os.path.exists(first.name)
@@ -417,14 +415,11 @@ def test_a_third_signal_ends_at_once_and_says_what_is_lost(train, tmp_path, monk
 def test_a_stop_at_a_save_step_loses_no_samples(train, tmp_path, monkeypatch):
     """Whether a signal or an error is its reason."""
 
-    def sampler(*_):
-        return lambda params: [str(params["embedding"][0, 0])]
-
     def samples(name):
         assert train(**flags, name=name) == 0
         return (tmp_path / "runs" / name / "samples.txt").read_text()
 
-    monkeypatch.setattr(main, "make_sampler", sampler)
+    monkeypatch.setattr(main, "make_sampler", lambda *_: lambda p: [str(p["embedding"][0, 0])])
     flags = TINY | dict(training_steps=4, save_steps=2)
     whole = samples("whole")
     assert whole.count("=== step") == 2
@@ -464,11 +459,8 @@ def test_missing_rights_are_one_sentence_and_nothing_else(train, monkeypatch, ca
     monkeypatch.setattr(files, "WAITS", (0,) * 6)
     fsspec.get_filesystem_class("gs").clear_instance_cache()
     source = SimpleNamespace(source="gs://b/a.jsonl", text_column="text", skip_damaged=False)
-    works = [
-        lambda flag=flag: train(**{flag: "gs://b/x"})
-        for flag in ("data", "output_dir", "init_from")
-    ]
-    works += [lambda: files.write_file("gs://b/x", "content"), lambda: open_source(source)]
+    works = [lambda: files.write_file("gs://b/x", "content"), lambda: open_source(source)]
+    works += [lambda f=f: train(**{f: "gs://b/x"}) for f in ("data", "output_dir", "init_from")]
     for work in works:
         refusal(work, "gs://b/", " cannot be used", "credentials give access to it.")
     server.shutdown()
@@ -498,6 +490,11 @@ def test_storage_that_does_not_answer_is_tried_for_a_minute_with_a_word(monkeypa
 BAD = [5, 6, 31, 32, 33]  # the last three send the run back to step 20
 SAVE = 20
 STEPS = 110
+TOGETHER = given(f"""
+    --n_device_axis 2 1 1 --n_devices 2 --num_processes 2 --train_batch_size 4 --val_batch_size 4
+    --eval_every {10 * SAVE} --eval_steps 1 --save_steps {SAVE} --keep_checkpoints 9 --max_bad_steps 3
+    --training_steps {STEPS} --peer_timeout 20
+""")
 # main.py whose batches BAD give a NaN. argv[1] is {"pause": seconds to read a batch, "unreadable": step whose batch
 # process 1 cannot read}; beside this file process 0 writes a line for every step.
 DRIVER = f"""
@@ -544,11 +541,8 @@ class Pair:
         self.folder, self.run = folder / name, folder / "runs" / name
         self.folder.mkdir()
         (self.folder / "driver.py").write_text(DRIVER)
-        flags = SMALL | TINY | dict(n_device_axis=(2, 1, 1), n_devices=2, num_processes=2)
-        flags |= dict(train_batch_size=4, val_batch_size=4, eval_every=10 * SAVE, eval_steps=1)
-        flags |= dict(output_dir=folder / "runs", data=shards, name=name, compilation_cache=cache)
-        flags |= dict(save_steps=SAVE, keep_checkpoints=9, max_bad_steps=3, training_steps=STEPS)
-        flags |= dict(peer_timeout=20, coordinator=f"127.0.0.1:{free_port()}")
+        flags = SMALL | TINY | TOGETHER | dict(name=name, compilation_cache=cache, data=shards)
+        flags |= dict(output_dir=folder / "runs", coordinator=f"127.0.0.1:{free_port()}")
         env = {**os.environ, "XLA_FLAGS": XLA_FLAGS, "RESTART_PAUSE": "0"}
         env.pop("TF_CPP_MIN_LOG_LEVEL", None)  # jax sets it here
         supervise = ["bash", ROOT / "tools/cluster/supervise.sh", str(restarts)]

@@ -11,7 +11,7 @@ import threading
 import time
 
 import pytest
-from conftest import ROOT, copy_repository, flags_of
+from conftest import ROOT, copy_repository
 from test_cluster import XLA_FLAGS
 
 import presets
@@ -24,8 +24,8 @@ pytest.importorskip("ipykernel", reason="bash setup_tpu.sh notebook")
 PATH = ROOT / "notebooks" / "train_on_a_free_accelerator.ipynb"
 STEPS = 40
 # few and small steps of deepseek-tiny
-FLAGS = dict(training_steps=STEPS, end_steps=STEPS, warmup_steps=4, save_steps=5, max_tokens=4)
-FLAGS |= dict(eval_every=10, eval_steps=1, model_dimension=32, blocks=2, T=32)
+FLAGS = f"""--training_steps {STEPS} --end_steps {STEPS} --warmup_steps 4 --save_steps 5 --max_tokens 4
+--eval_every 10 --eval_steps 1 --model_dimension 32 --blocks 2 --T 32""".split()
 
 
 def notebook():
@@ -53,8 +53,7 @@ def session(origin, storage, machine, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", XLA_FLAGS)
     book = notebook()
     tags = [cell.metadata.get("tags", []) for cell in book.cells]
-    given = dict(REPOSITORY=f"file://{origin}", STORAGE=str(storage), SECONDS=1)
-    given["FLAGS"] = flags_of(**FLAGS)
+    given = dict(REPOSITORY=f"file://{origin}", STORAGE=str(storage), SECONDS=1, FLAGS=FLAGS)
     lines = "\n".join(f"{name} = {value!r}" for name, value in given.items())
     book.cells.insert(tags.index(["parameters"]) + 1, nbformat.v4.new_code_cell(lines))
     path = {"metadata": {"path": str(machine)}}

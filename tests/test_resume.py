@@ -10,7 +10,7 @@ import sys
 
 import jax
 import numpy as np
-from conftest import ROOT, SMALL_GPT2, flags_of, refusal, small_config, wait_for
+from conftest import ROOT, SMALL_GPT2, flags_of, given, refusal, small_config, wait_for
 
 import main
 from inference import weights
@@ -39,13 +39,13 @@ def checkpoint_of(run, step):
 
 def assert_bitwise(a, b):
     assert a.keys() == b.keys() and len(a) > 20
-    different = [key for key in a if a[key].tobytes() != b[key].tobytes()]
-    assert not different, different
+    assert [key for key in a if a[key].tobytes() != b[key].tobytes()] == []
 
 
 def damage(folder):
     """Change a bit of the largest file of a checkpoint."""
-    largest = max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    largest = max(files, key=lambda path: path.stat().st_size)
     content = bytearray(largest.read_bytes())
     content[len(content) // 2] ^= 4
     largest.write_bytes(content)
@@ -65,8 +65,8 @@ def test_resume_is_bitwise_also_past_damage_and_on_another_mesh_sees_the_same_ba
     monkeypatch.setattr(main, "put_batch", watched)
     whole, parts, moved = (tmp_path / "runs" / name for name in ("whole", "parts", "moved"))
     same = dict(optimizer="muon", dropout_rate=0.1)
-    flags = same | dict(mesh=(2, 2, 2), pp_interleave=2, accumulation_steps=2)
-    flags |= dict(microbatches=2, train_batch_size=2, save_steps=2)
+    flags = dict(same, mesh=(2, 2, 2), save_steps=2, pp_interleave=2)
+    flags |= given("--accumulation_steps 2 --microbatches 2 --train_batch_size 2")
     assert train(**flags, name="whole", training_steps=8) == 0
     assert train(**flags, name="parts", training_steps=4) == 0  # not a multiple of eval_every
     shutil.copytree(parts, moved)

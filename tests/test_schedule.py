@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import batch_of, begin, small_config
+from conftest import batch_of, begin, given, small_config
 from test_resume import TINY, assert_bitwise, checkpoint_of, metrics_of
 
 import model
@@ -17,7 +17,7 @@ from training import steps
 from training.optimizer import make_optimizer, make_schedule
 
 # flags of each schedule, with 4 steps of warm-up and the end at step 20
-PLAIN = dict(max_lr=1.0, end_lr=0.0, warmup_steps=4, end_steps=20)
+PLAIN = given("--max_lr 1 --end_lr 0 --warmup_steps 4 --end_steps 20")
 SCHEDULES = {
     "cosine": dict(PLAIN, schedule="cosine"),
     "linear": dict(PLAIN, schedule="linear"),
@@ -65,7 +65,7 @@ def test_no_rate_is_negative_and_a_decay_ends_at_end_lr_to_the_bit(name):
 
 def test_a_trunk_is_every_run_that_decays_later_to_the_bit():
     """Its rate depends on neither the end nor its flags, also where max_lr is not end_lr + (max_lr - end_lr)."""
-    flags = dict(max_lr=6e-4, end_lr=6e-5, warmup_steps=4, schedule="wsd")
+    flags = given("--max_lr 6e-4 --end_lr 6e-5 --warmup_steps 4 --schedule wsd")
     trunk = rates(40, **flags, end_steps=10)
     assert (trunk[4:] == np.float32(6e-4)).all()
     for end_steps in (12, 30):

@@ -42,7 +42,7 @@ def assert_one_sentence(result, code, *words):
     assert all(word in result.stderr for word in words), result.stderr
 
 
-def test_scripts_are_clean():
+def test_scripts_are_clean_and_explain_themselves():
     folders = (".", "tests", "data", "tools/cluster")
     scripts = [script for folder in folders for script in (ROOT / folder).glob("*.sh")]
     for script in [*scripts, ROOT / ".ci/run"]:
@@ -51,8 +51,6 @@ def test_scripts_are_clean():
                 result = subprocess.run([*check, script], capture_output=True, text=True)
                 assert result.returncode == 0, result.stdout + result.stderr
 
-
-def test_help():
     for script in ("launcher.sh", "run.sh", "debug_tpu.sh", "setup_tpu.sh"):
         result = bash(ROOT / script, "--help")
         assert result.returncode == 0 and not result.stderr
@@ -209,7 +207,7 @@ def test_run_from_elsewhere_and_failures(repository, tmp_path):
 
 def test_run_starts_the_training_again(repository):
     """After a crash, as often as it may; not after a mistake in the flags."""
-    words, lives = ["--max_restarts", "2", "local"], repository.root / "lives"
+    words, lives = "--max_restarts 2 local".split(), repository.root / "lives"
     program(repository.python, "#!/bin/bash\nread -r s <lives; sed -i 1d lives; exit $s\n")
     for statuses, left, expected in (("1 75 0", "", 0), ("1 1 1 0", "0", 1), ("1 2 0", "0", 2)):
         lives.write_text(statuses.replace(" ", "\n") + "\n")
@@ -454,7 +452,6 @@ while :; do sleep 0.1; done
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs setsid")
 def test_a_run_that_ignores_sigterm_is_killed_whole_and_nobody_else(home):
     program(home / ".venv/bin/python", HUNG)
     with subprocess.Popen(["sleep", "600"]) as stranger:

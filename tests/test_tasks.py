@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 import tokenizers
-from conftest import ROOT, SMALL_GPT2, flags_of, random_transformer, refusal, small_config
+from conftest import ROOT, SMALL_GPT2, flags_of, given, random_transformer, refusal, small_config
 from safetensors.numpy import load_file
 from test_cluster import free_port, start_main
 from test_resume import assert_bitwise, checkpoint_of, metrics_of
@@ -158,8 +158,8 @@ def test_a_task_draws_with_the_defaults_of_transformers(named_tokenizers):
 
 
 def flags_of_run(tasks_folder, shards, **flags):
-    own = dict(eval_tasks=f"local_choices,{tasks_folder},local_written", eval_tasks_limit=3)
-    own |= dict(vocab_size=512, T=32, eval_every=1, save_steps=2, data=shards)
+    own = given("--vocab_size 512 --T 32 --eval_every 1 --save_steps 2 --eval_tasks_limit 3")
+    own |= dict(eval_tasks=f"local_choices,{tasks_folder},local_written", data=shards)
     return SMALL_GPT2 | own | flags  # which compiles in a third of the time
 
 

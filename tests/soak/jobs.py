@@ -44,8 +44,8 @@ def words_of(job, at, place):
     verb, _, source = job.partition("_")
     model = at["hf"] if source == "hf" else at["sound"] / "run"
     ranks = at["hf"] / "tokenizer.json" if source == "hf" else at["ranks.tiktoken"]
-    given = None if source in ("", "hf") else at[source]
-    texts = ["--source", given or at["text"], "--text_column", "body"]
+    named = None if source in ("", "hf") else at[source]
+    texts = ["--source", named or at["text"], "--text_column", "body"]
     cache = ["--compilation_cache", at["cache"]]
     tokenize = ["data/tokenize_shards.py", *texts, "--output", place, "--tokenizer", ranks]
     tokenize += ["--shard_tokens", 10_000, "--workers", 2 if verb == "workers" else 1]
@@ -55,7 +55,7 @@ def words_of(job, at, place):
         "train": train_words(at, place),
         "resume": train_words(at, place),
         "ranks": [*learn, "--output", place / "ranks.tiktoken"],
-        "evaluate": [*score, "--data", given or at["shards"]],
+        "evaluate": [*score, "--data", named or at["shards"]],
         "sample": ["tools/sample.py", model, *cache, "--prompt", "the", "--max_tokens", 4],
         "verify": ["tools/checkpoints.py", model],
         "export": ["tools/hf.py", "export", model, place / "hf"],

@@ -7,11 +7,7 @@ import subprocess
 import sys
 from typing import NamedTuple
 
-from conftest import (
-    ROOT,
-    in_session,
-    wait_for,
-)  # which also sets the environment of all that follows
+from conftest import ROOT, in_session, wait_for
 
 MOST_MEMORY = 8 << 30  # bytes of address space of a program; jax alone maps several
 SECONDS = 300  # that a program may take
