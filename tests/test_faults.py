@@ -5,7 +5,6 @@ import inspect
 import json
 import math
 import os
-import random
 import re
 import resource
 import shutil
@@ -56,17 +55,8 @@ def test_single_bad_steps_are_counted_and_cause_no_rollback(capsys):
     found = re.findall(said, capsys.readouterr().out)
     assert found == [("2", "nan", "1"), ("3", "inf", "2"), ("5", "-inf", "1")]
     assert observed(0, [math.nan] * 50).due is None
-
-
-def test_the_rollback_leads_before_the_first_bad_step_and_past_the_data_of_the_last():
     for norm in (math.nan, math.inf):
         assert observed(2, [4.0, 4.0], norm).due == Rollback(1, 2 * PER_STEP, bad_steps=2)
-    losses = [4.0, math.nan, 4.0, math.nan, math.nan]
-    bad_steps = observed(3, losses)
-    assert bad_steps.in_progress and bad_steps.due is None
-    for later in (6, 7):  # the metrics of step 7 were under way; its data is read again
-        bad_steps = observed(3, losses + [math.nan] * (later - 5))
-        assert bad_steps.due == Rollback(before=4, sequences=6 * PER_STEP, bad_steps=4)
 
 
 def poisoned(cfg, steps, per_step):
@@ -156,20 +146,6 @@ def restored(folder):
     return meta["step"]
 
 
-def test_a_checkpoint_truncated_anywhere_is_passed_over(two_checkpoints, tmp_path, capsys):
-    rng = random.Random(0)
-    parts = [p for p in (two_checkpoints / "2").rglob("*") if p.is_file()]
-    parts = [p for p in parts if {"state", "meta"} & {*p.parts}]
-    passed_over = 0
-    for n, part in enumerate(rng.choices(parts, [p.stat().st_size for p in parts], k=20)):
-        shutil.copytree(two_checkpoints, tmp_path / str(n))
-        part = tmp_path / str(n) / part.relative_to(two_checkpoints)
-        os.truncate(part, rng.randrange(part.stat().st_size))
-        passed_over += restored(tmp_path / str(n)) == 1  # what no reader looks at may be missing
-    assert passed_over >= 16
-    assert capsys.readouterr().err.count("resuming from checkpoint 1") == passed_over
-
-
 def change_meta(checkpoint, sealed, **changes):
     """sealed: with the sum of what is there now."""
     path = checkpoint / "meta" / "metadata"
@@ -183,6 +159,7 @@ DAMAGED = {  # what becomes of checkpoint 2
     "arrays": lambda at: change_meta(at, sealed=True, fingerprint=[1, 2]),
     "array metadata": lambda at: next((at / "state/array_metadatas").iterdir()).write_text("{"),
     "a file is a folder": lambda at: [(p.unlink(), p.mkdir()) for p in (at / "state/d").iterdir()],
+    "cut off": lambda at: [os.truncate(path, 99) for path in (at / "state/d").iterdir()],
     "no meta": lambda at: shutil.rmtree(at / "meta"),
     "meta is a list": lambda at: (at / "meta/metadata").write_text("[1]"),
     "another position": lambda at: change_meta(at, sealed=False, sequences=8000),

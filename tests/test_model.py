@@ -12,7 +12,6 @@ from conftest import ARCHITECTURES, batch_of, furthest, make_params, small_confi
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 from jax.sharding import PartitionSpec as P
 
-import collectives
 import model
 import presets
 import utils
@@ -50,20 +49,6 @@ def layer_params(cfg, kind, scale=3.0, seed=1):
         return (p.start + (p.std or 0.02) * scale * noise).astype(np.float32)
 
     return parameters.table_map(draw, table)
-
-
-@pytest.mark.parametrize(
-    "mesh, axis", [((8, 1, 1), "dp"), ((1, 2, 4), "tp"), ((2, 2, 2), "dp"), ((8, 1, 1), "tp")]
-)
-@pytest.mark.parametrize("dim", [0, 1, 2])
-def test_gathering_joins_parts_in_order_and_reduce_scattering_is_its_transpose(mesh, axis, dim):
-    cfg, n = small_config(mesh), dict(zip(collectives.AXES, mesh))[axis]
-    x = np.arange(8 * 16 * 24, dtype=np.float32).reshape(8, 16, 24)
-    parts = P(*[axis if i == dim else None for i in range(3)])
-    gather = functools.partial(collectives.all_gather, axis=axis, dim=dim)
-    scatter = functools.partial(collectives.reduce_scatter, axis=axis, dim=dim)
-    assert np.array_equal(on_mesh(cfg, gather, parts, P())(x), x)
-    assert np.array_equal(on_mesh(cfg, scatter, P(), parts)(x), n * x)
 
 
 def norm(x, scale, eps):
@@ -255,33 +240,6 @@ def test_router_biases_move_towards_an_even_load():
     after, load = steps_of(cfg, [0])[0].params, np.asarray(seen.load)
     assert load.std() > 0
     assert np.allclose(after["moe"]["bias"], 5e-3 * np.sign(load.mean(-1, keepdims=True) - load))
-
-
-@pytest.mark.parametrize("rounds", [1, 3])
-def test_pipeline_equals_a_plain_loop(rounds):
-    """Four stages with an affine map for each round, against applying all maps in turn; idle ticks leave the state as
-    it was."""
-    cfg = small_config((1, 4, 1))
-    weights = np.random.default_rng(0).standard_normal((rounds, 4, 2)).astype(np.float32)
-    inputs = np.random.default_rng(1).standard_normal((8, 3, 5)).astype(np.float32)
-
-    def run(w, x):
-        def stage(weights, x, seen, turn, microbatch, valid):
-            y = x * w[turn, 0, 0] + w[turn, 0, 1] * (microbatch + 1)
-            return y, seen + jnp.where(valid, 4.0**microbatch, 0), weights
-
-        out, seen = model.pipeline(
-            stage, collectives.WithGrad({}, {}), collectives.to_stages(x), jnp.float32(0), rounds
-        )
-        return collectives.from_last_stage(out), seen[None]
-
-    ours, seen = on_mesh(cfg, run, (P(None, "pp"), P("pp")), (P("pp"), P("pp")))(weights, inputs)
-    for m in range(8):
-        x = inputs[m]
-        for a, b in weights.reshape(-1, 2):
-            x = x * a + b * (m + 1)
-        assert np.allclose(ours[m], x, rtol=1e-4, atol=1e-4)
-    assert np.array_equal(seen, np.full(4, rounds * (4**8 - 1) / 3, np.float32))
 
 
 def test_cross_entropy_and_its_gradient():

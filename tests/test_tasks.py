@@ -147,13 +147,13 @@ def test_scores_are_those_of_the_backend_for_hugging_face_models(
 
 
 def test_a_task_draws_with_the_defaults_of_transformers(named_tokenizers):
-    for given, temperature, top_k in [
+    for wanted, temperature, top_k in [
         (dict(), 0.0, 50),
         (dict(do_sample=False, temperature=0.7), 0.0, 50),
         (dict(do_sample=True, temperature=None, top_k=None, top_p=1.0), 1.0, 50),
         (dict(temperature=0.3, top_k=5), 0.3, 5),
     ]:
-        options, _ = tasks.draws(given, tokenization.load_tokenizer("gpt2"))
+        options, _ = tasks.draws(wanted, tokenization.load_tokenizer("gpt2"))
         assert (options.temperature, options.top_k) == (temperature, top_k)
 
 
