@@ -87,8 +87,6 @@ QWEN3_SIZES = given("--n_kv_head 4 --n_head 8 --head_dim 12 --rope_base 3e4")
 SMALL_QWEN3 = flags_without_choice("qwen3") | QWEN3_SIZES
 # One small model of each architecture: tests of parity, decoding, plan and export take all of them.
 ARCHITECTURES = {"deepseek": SMALL_DEEPSEEK, "gpt2": SMALL_GPT2, "qwen3": SMALL_QWEN3}
-
-
 # Workers take whole files, whose tests share what they compile, and begin with the longest ones.
 LONGEST = "memory docs muon trace resume faults storage model cluster parity".split()
 
@@ -416,29 +414,21 @@ class FaultyHandler(BaseHTTPRequestHandler):
 def bucket(request, monkeypatch):
     """(address of a bucket whose server fails every third request, its file system without failures, the proxy)."""
     kind, port = request.param, free_port()
-    package = {"gs": "gcp_storage_emulator", "s3": "moto.server"}[kind]
+    servers = dict(gs=("gcp_storage_emulator", f"{ROOT}/tests/gcs_emulator.py {port} bucket"))
+    servers["s3"] = ("moto.server", f"-m moto.server -p {port}")
+    package, words = servers[kind]
     pytest.importorskip(package, reason="bash setup_tpu.sh test")
-    command = {
-        "gs": [ROOT / "tests/gcs_emulator.py", str(port), "bucket"],
-        "s3": ["-m", "moto.server", "-p", str(port)],
-    }
     quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    server = subprocess.Popen([sys.executable, *command[kind]], **quiet)
+    server = subprocess.Popen([sys.executable, *words.split()], **quiet)
     try:
         wait_for(lambda: listens("127.0.0.1", port))
         proxy, url = Faulty(port), f"http://127.0.0.1:{port}"
         faulty = f"http://127.0.0.1:{proxy.server_port}"
-        environment = {
-            "STORAGE_EMULATOR_HOST": faulty,
-            "TENSORSTORE_GCS_HTTP_URL": faulty,
-            "GOOGLE_AUTH_TOKEN_FOR_TESTING": "x",
-            "AWS_ENDPOINT_URL": faulty,
-            "AWS_ACCESS_KEY_ID": "x",
-            "AWS_SECRET_ACCESS_KEY": "x",
-            "AWS_DEFAULT_REGION": "us-east-1",
-        }
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
+        for name in ("STORAGE_EMULATOR_HOST", "TENSORSTORE_GCS_HTTP_URL", "AWS_ENDPOINT_URL"):
+            monkeypatch.setenv(name, faulty)
+        for name in "GOOGLE_AUTH_TOKEN_FOR_TESTING AWS_ACCESS_KEY_ID AWS_SECRET_ACCESS_KEY".split():
+            monkeypatch.setenv(name, "x")
+        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
         fsspec.get_filesystem_class(kind).clear_instance_cache()  # of another test's server
         anonymous = {"token": "anon"} if kind == "gs" else {}
         fs = fsspec.filesystem(kind, endpoint_url=url, skip_instance_cache=True, **anonymous)

@@ -401,12 +401,6 @@ def test_a_default_never_refuses_what_was_given(words, changed):
     assert settings.follow(settings.Flags(cfg, given)).cfg == cfg
 
 
-def test_sizes_of_batches_that_were_given_are_refused():
-    for words in ("--n_device_axis 1 3 1 --blocks 3 --val_batch_size 7", "--microbatches 5"):
-        argv = ["--preset", "tiny", "--train_batch_size", "6", *words.split()]
-        refusal(lambda: settings.settle(command_line.parse(argv), 3), "must be a multiple")
-
-
 # Sensible values of flags where `another` gives none: what alone makes sense in presets of every size.
 ALONE = dict(n_head=[2], model_dimension=[96, 1536], blocks=[1, 12], rope_dim=[16], name=["b"])
 ALONE |= dict(n_experts=[1, 4, 12], n_groups=[2], preset=list(presets.PRESETS), max_tokens=[1])
@@ -416,8 +410,6 @@ ALONE |= dict(n_device_axis=[(4, 1, 1), (1, 1, 2)], pp_interleave=[1], num_proce
 ALONE |= dict(attention=["auto", "xla", "blockwise"])
 # useless alone
 TOGETHER = {"process_id", "coordinator", "k_groups", "init_from", "tokenizer", "decay_steps"}
-
-
 BYTES = SimpleNamespace(eot_token=256, encode_ordinary=lambda text: list(text.encode()))
 
 

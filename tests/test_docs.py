@@ -207,7 +207,7 @@ def test_imports_go_one_way_and_in_no_circle():
     for module, others in graph.items():
         for other in others:
             assert place[other.split(".")[0]] <= place[module.split(".")[0]], (module, other)
-    assert sum("." not in name for name in names) <= 6
+    assert sum("/" not in path for path in paths) <= 6
 
 
 def run(words, folder):

@@ -120,8 +120,6 @@ def test_formulas_agree_with_the_tpu_compiler(
 
 
 MESH = dict(dp=2, pp=3, tp=4)
-
-
 GROUPS = {  # of devices, as compilers write them: their axes, and how many are in one
     "replica_groups={{0,1,2,3},{4,5,6,7}}": ("tp", 4),
     "replica_groups=[12,2]<=[2,12]T(1,0)": ("dp", 2),
@@ -295,8 +293,6 @@ MACHINES = {  # (devices, slices or hosts, the topology that the compiler is ask
     "v3:2x2": (8, 1, "v3:2x2"),  # of a v3-8: two devices a chip
     "v7x:2x2x1": (8, 1, "tpu7x:2x2x1"),
 }
-
-
 NO_MACHINES = """v4 v9:2x2 v4:2x2 v5e:2x2x2 v4:2x0x2 0*v4:2x2x1 gpu:8xK80 gpu:0xH100 gpu:0x8xH100 gpu:2x2x8xH100
 v4:2x2x2x2 v4:ax2x2 gpu:8xv4 v9-8 8xK80 v5-8 8xv4 H100x8""".split()
 # Google's tables, and how others write GPUs

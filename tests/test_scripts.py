@@ -265,7 +265,6 @@ FORMS = {
     'export HOSTS="a"\nexport SSH_AUTH_SOCK=/x WANDB_API_KEY=k': "a",
     "HOSTS=a\nSECRETS=(WANDB_API_KEY,MINE)\nMINE=k\n[[ 1 == 2 ]] && HOSTS=b": "a",
 }
-
 # what cluster.env says, and what the sentence must hold
 WRONG_SETTINGS = {
     "HOSTS=a b": ["cluster.env, line 1: b: command not found"],

@@ -25,7 +25,6 @@ from inference import tasks
 
 T = 48
 MODELS = {"gpt2": dict(SMALL_GPT2, blocks=2), "own": dict(blocks=2, head_dim=12)}
-
 CHOICE = "output_type: multiple_choice\ndoc_to_choice: choices\ndoc_to_target: gold\n"
 KINDS = {
     "choices": CHOICE + "target_delimiter: ''\nmetric_list: [{metric: acc}, {metric: acc_norm}]\n",

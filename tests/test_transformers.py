@@ -23,7 +23,6 @@ from training import steps
 
 torch = pytest.importorskip("torch", reason="pip install torch transformers")
 transformers = pytest.importorskip("transformers", reason="pip install torch transformers")
-
 # All sizes odd
 DEEPSEEK = ARCHITECTURES["deepseek"] | given("""
     --n_groups 1 --k_groups 1 --experts_per_token 2 --blocks 2 --rope_dim 6 --latent_dim 20

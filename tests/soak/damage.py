@@ -7,7 +7,6 @@ from tests.soak.programs import Case, complaint, leftovers, run
 
 WRONG = [None, True, [], {}, [[]], [1, "x"], {"x": 1}, -1, 0, 1, 2**31, 2**63, 10**30, 0.5, 1e308]
 WRONG += [float("nan"), float("inf"), "", "x", "../x", "-1", "/", "nan", "\0", "é漢", "x" * 5000]
-
 GONE = "gone"
 
 
