@@ -235,7 +235,7 @@ class Training:
         val_loss = self.row.get("loss/val_cross_entropy_loss")
         self.log_row(self.row)
         if evaluates or signalled:
-            self.log.plots()
+            self.log.flush()
         samples = last or (samples and not self.bad_steps.in_progress)
         if signalled or samples:
             self.save(val_loss)

@@ -61,10 +61,6 @@ class Model:
     """Channels of the decoupled rotary part of each query, and of the rotary key that the heads share."""
     rope_base: float = choice(10_000.0, least=1, absent=1.0)
     """Base of the rotary frequencies."""
-    rope_factor: float = choice(1.0, least=1)
-    """Multiple of rope_original_T to which YaRN stretches the context (arXiv:2309.00071); 1: no YaRN."""
-    rope_original_T: int = choice(4096, least=1, absent=1)
-    """Sequence length in tokens for which the rotary frequencies were made, for YaRN."""
     embedding_norm: bool = choice(False)
     """Whether a token's row of the embedding is normalized before it enters the first layer."""
     latent_conv: int = choice(0, most=64)
@@ -237,7 +233,7 @@ class Run:
     eval_steps: int = setting(10, least=1)
     """Validation batches of an evaluation, the same ones every time."""
     eval_every: int = setting(100, least=1, first=True)
-    """Steps between evaluations, each with one printed line and new plots."""
+    """Steps between evaluations, each with one printed line."""
     eval_tasks: str = setting("")
     """Tasks, groups, tags or patterns of EleutherAI's lm_eval to score, with commas between them, at evaluations on
     a multiple of save_steps and at the end. A name with a slash is a folder of task files."""

@@ -4,8 +4,6 @@ Letters of einsums, beside those of layers.py: r a latent's channels, with those
 s tokens as keys.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,8 +42,6 @@ from collectives import gather_sequence
 from kernels import attention as kernels
 from runtime.messages import UserError
 
-# YaRN keeps frequencies of more turns over the original T than the first, and stretches those of less than the second.
-YARN_BETA = (32, 1)
 # Factor on the weights of short convolutions. They begin at 0 and AdamW moves all weights alike; so these move faster.
 CONV_SCALE = 4
 # Added to the mean square of a row of the embedding, which begins at 1 / D and is 0 for tokens that never come.
@@ -56,7 +52,7 @@ LATENT_NORM_EPS = 1e-6
 
 FLAGS = frozenset(
     "first_layers layers_per_block latent_dim q_latent_dim head_dim rope_dim rope_base "
-    "rope_factor rope_original_T embedding_norm latent_conv "
+    "embedding_norm latent_conv "
     "expert_dim n_experts experts_per_token n_groups k_groups routed_scaling n_shared "
     "capacity_factor experts balance_weight bias_update_rate".split()
 )
@@ -68,10 +64,6 @@ def check_flags(cfg):
     for flag in ("latent_dim", "rope_dim", "n_experts", "experts_per_token"):
         if not getattr(m, flag):
             raise UserError(f"--{flag} 0: must be at least 1 for --architecture {m.architecture}.")
-    if m.rope_factor > 1 and m.rope_base <= 1:
-        raise UserError(
-            f"--rope_base {m.rope_base}: must be above 1 where --rope_factor stretches the context."
-        )
 
 
 # --- Parameters ---------------------------------------------------------------------------------------------------
@@ -158,37 +150,6 @@ def layer_table(cfg, routed):
     return table
 
 
-def yarn_frequencies(m):
-    """Radians per position [rope_dim/2] of the pairs of rotary channels, float32, by YaRN (arXiv:2309.00071, section
-    3.2) as DeepSeek's code has it: pairs that turn often over rope_original_T keep their frequency, those that turn
-    less than once are slowed down by rope_factor, with a ramp between them."""
-    plain = rotary_frequencies(m.rope_dim, m.rope_base)
-    if m.rope_factor == 1:
-        return plain
-    fast, slow = (pair_that_turns(beta, m) for beta in YARN_BETA)
-    low = max(math.floor(fast), 0)
-    high = min(math.ceil(slow), m.rope_dim - 1)
-    ramp = (np.arange(m.rope_dim // 2, dtype=np.float32) - low) / (high - low or 1e-3)
-    slowed = np.clip(ramp, 0, 1)
-    return plain * (1 - slowed) + plain / m.rope_factor * slowed
-
-
-def pair_that_turns(times, m):
-    """Number, with a fraction, of the pair of channels that turns that often over rope_original_T."""
-    wavelength = m.rope_original_T / (times * 2 * math.pi)
-    return m.rope_dim // 2 * math.log(wavelength) / math.log(m.rope_base)
-
-
-def score_scale(channels, m):
-    """Factor on the products of queries and keys of `channels` channels."""
-    return channels**-0.5 * temperature(m) ** 2
-
-
-def temperature(m):
-    """YaRN's temperature (arXiv:2309.00071, equation 22); attention's scores are multiplied by its square."""
-    return 0.1 * math.log(m.rope_factor) + 1
-
-
 # --- Attention ----------------------------------------------------------------------------------------------------
 
 
@@ -226,7 +187,8 @@ def project_latents(p, x, tokens, m):
     if Q:
         latents.append(rms_norm(q, p["q_norm"], LATENT_NORM_EPS))
     latents.append(rms_norm(kv, p["kv_norm"], LATENT_NORM_EPS))
-    latents.append(rotate(k_rope, tokens.position, yarn_frequencies(m)[: k_rope.shape[-1] // 2]))
+    frequencies = rotary_frequencies(m.rope_dim, m.rope_base)
+    latents.append(rotate(k_rope, tokens.position, frequencies[: k_rope.shape[-1] // 2]))
     latents = jnp.concatenate(latents, -1)
     latents = gather_sequence(latents, tokens.split)  # [B, T, Q + R + rope_dim]
     q = latents[..., :Q] if Q else gather_sequence(x, tokens.split)
@@ -254,11 +216,12 @@ def short_conv(x, w, start):
 def project_queries(x, w, position, m):
     """Scaled queries [B, H/tp, T, K + rope_dim] of x [B, T, Q or D] by w [Q or D, H/tp, K + rope_dim]. A rotated
     channel is its own product times cos, plus its partner's, from a second one, times sin."""
-    K, scale = m.key_dim, score_scale(w.shape[-1], m)
+    K, scale = m.key_dim, w.shape[-1] ** -0.5
     if w.shape[-1] == K:  # no rotary channels
         return product("btr,rhk->bhtk", x, w * scale)
     a, b = jnp.split(w[..., K:], 2, -1)
-    angle = position[:, None, :, None] * np.tile(yarn_frequencies(m), 2)  # [B or 1, 1, T, rope_dim]
+    frequencies = np.tile(rotary_frequencies(m.rope_dim, m.rope_base), 2)
+    angle = position[:, None, :, None] * frequencies  # [B or 1, 1, T, rope_dim]
     sin = (jnp.sin(angle) * scale).astype(x.dtype)
     cos = (jnp.cos(angle) * scale).astype(x.dtype)
     partner = product("btr,rhk->bhtk", x, jnp.concatenate([-b, a], -1)) * sin
@@ -490,9 +453,7 @@ SUPPORTED = dict(
     norm_topk_prob=[True],
 )
 # Entries that change no number here; multi-token prediction serves training alone
-IMMATERIAL = set(
-    "aux_loss_alpha seq_aux rope_frequencies rope_temperature num_nextn_predict_layers".split()
-)
+IMMATERIAL = set("aux_loss_alpha seq_aux rope_frequencies num_nextn_predict_layers".split())
 
 
 def to_hugging_face(m):
@@ -506,18 +467,6 @@ def to_hugging_face(m):
         q_lora_rank=m.q_latent or None,
         hidden_act=HIDDEN_ACT[m.activation],
     )
-    if m.rope_factor > 1:
-        fast, slow = YARN_BETA
-        config["rope_scaling"] = dict(
-            type="yarn",
-            rope_type="yarn",
-            factor=m.rope_factor,
-            beta_fast=fast,
-            beta_slow=slow,
-            mscale=1.0,
-            mscale_all_dim=1.0,
-            original_max_position_embeddings=m.rope_original_T,
-        )
     if any(getattr(m, flag) != value for flag, value in ONE_VALUE.items()):
         return config | own_entries(m)
     return {name: value for name, value in config.items() if name not in ONE_VALUE}
@@ -532,8 +481,7 @@ def own_entries(m):
             AutoConfig="configuration_moe_pretraining.MoEPretrainingConfig",
             AutoModelForCausalLM="modeling_moe_pretraining.MoEPretrainingForCausalLM",
         ),
-        rope_frequencies=yarn_frequencies(m).tolist(),
-        rope_temperature=temperature(m),
+        rope_frequencies=rotary_frequencies(m.rope_dim, m.rope_base).tolist(),
     )
 
 
@@ -544,7 +492,9 @@ def from_hugging_face(flags, left):
     if kind != OWN_TYPE:
         activations = dict(silu="swiglu")
     flags["activation"] = activations.get(left.get("hidden_act", "silu"))
-    flags |= rope_flags(left)
+    flags["T"] = hf.take_T(left)
+    flags["rope_base"], rope = hf.take_rope(left)
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
     in_blocks = flags["blocks"] - flags["first_layers"]
     flags["blocks"], rest = divmod(in_blocks, max(1, flags["layers_per_block"]))
     if rest:
@@ -552,45 +502,18 @@ def from_hugging_face(flags, left):
             f"config.json: {in_blocks} layers are no multiple of layers_per_block {flags['layers_per_block']}."
         )
     hf.require(
-        left,
+        {"rope_type": rope_type} | left | rope,
         kind,
         IMMATERIAL,
         **SUPPORTED,
+        rope_type=["default"],
+        type=["default"],
+        partial_rotary_factor=[1],
         hidden_act=[*activations],
         num_key_value_heads=[flags["n_head"], None],
         v_head_dim=[flags["head_dim"]],
         head_dim=[flags["rope_dim"]],
         qk_head_dim=[flags["head_dim"] + flags["rope_dim"]],
-    )
-    return flags
-
-
-def rope_flags(left):
-    """{flag: value} of the positions in a config, whose entries are taken out, as transformers computes them
-    (modeling_rope_utils.py: RotaryEmbeddingConfigMixin)."""
-    positions = left.get("max_position_embeddings", hf.MOST_T)
-    original = left.pop("original_max_position_embeddings", None)
-    base, rope = hf.take_rope(left)
-    flags = dict(T=hf.take_T(left), rope_base=base, rope_factor=1.0)
-    kind = rope.pop("rope_type", rope.get("type", "default"))
-    rope.pop("type", None)
-    if kind == "yarn":
-        inner = rope.pop("original_max_position_embeddings", positions)
-        flags |= dict(rope_factor=rope.pop("factor", None), rope_original_T=original or inner)
-        # DeepSeek-V3's: the temperature is all in the scores, no factor is on the rotated channels alone
-        rope = dict(mscale=None, mscale_all_dim=None) | rope
-    fast, slow = YARN_BETA
-    hf.require(
-        {"rope_type": kind} | rope,
-        "deepseek_v3",
-        rope_type=["default", "yarn"],
-        beta_fast=[fast, None],
-        beta_slow=[slow, None],
-        truncate=[True],
-        mscale=[1],
-        mscale_all_dim=[1],
-        attention_factor=[1, None],
-        partial_rotary_factor=[1],
     )
     return flags
 

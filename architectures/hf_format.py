@@ -113,8 +113,6 @@ MOST_T = 4096
 OTHER_NAMES = dict(
     T="max_position_embeddings",
     rope_base="rope_theta",
-    rope_factor="factor",
-    rope_original_T="original_max_position_embeddings",
 )
 
 

@@ -45,9 +45,6 @@ for library in ("lm_eval", "huggingface_hub"):
     logging.getLogger(library).setLevel(logging.ERROR)
 
 
-# --- The model ----------------------------------------------------------------------------------------------------
-
-
 class TaskModel(TemplateLM):
     """A model as lm_eval asks it; set `params` before. Every process must ask the same questions: all of them compute
     each answer together.
@@ -186,9 +183,6 @@ def draws(settings, encoding):
     return options, handle_stop_sequences(settings["until"], end)
 
 
-# --- The tasks ----------------------------------------------------------------------------------------------------
-
-
 def load(words, folders, lm, num_fewshot=None):
     """{"tasks": {name: task}, "groups": {name: group}} of the tasks, groups, tags and patterns in `words`, with commas
     between them, which lm_eval and the task files in `folders` know. Raises UserError where one cannot be asked."""
@@ -285,9 +279,6 @@ def numbers(results):
                 metric = key.removesuffix(",none")
                 found[f"tasks/{name}/{metric}"] = float(value)
     return found
-
-
-# --- A training run -----------------------------------------------------------------------------------------------
 
 
 def make_task_scorer(cfg, mesh, encoding):

@@ -82,9 +82,6 @@ def computations(text):
     return found
 
 
-# --- Collectives --------------------------------------------------------------------------------------------------
-
-
 def device_groups(op, n):
     """The groups of devices, numbers [group, member], in which a collective runs among n devices."""
     if pairs := PAIRS.search(op.rest):
@@ -134,9 +131,6 @@ def sent_bytes(op, n):
 def slow_axis(mesh, slices):
     """The axis of a {axis: size} mesh along which TPU slices lie, as training/steps.py: device_grid lays them."""
     return "pp" if mesh["dp"] % slices else "dp"
-
-
-# --- Operations ---------------------------------------------------------------------------------------------------
 
 
 def matmul_flops(op):
@@ -210,9 +204,6 @@ def viewed(op):
     while op.kind in VIEWS:
         op = op.inputs[0]
     return op
-
-
-# --- The program --------------------------------------------------------------------------------------------------
 
 
 class Timeline:

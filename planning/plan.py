@@ -391,8 +391,7 @@ def table(found):
     """The answers of `search` as lines."""
     row = "{:>4} {:>3} {:>3} {:>6} {:>6} {:>6} {:>6} {:>9} {:>8} {:>6} {:>6}  {:<9} {}"
     headings = "dp pp tp rounds micro remat fsdp sequences step MFU GiB by".split()
-    lines = [row.format(*headings, "why not")]
-    first = found[0]
+    lines = [row.format(*headings, "").rstrip()]
     for a in found:
         cells = [
             *a.mesh.values(),
@@ -401,24 +400,10 @@ def table(found):
             f"{a.mfu:.1%}",
             f"{a.memory['total'] / 2**30:.1f}",
             "compiler" if a.compiled else "formulas",
-            why_not(a, first),
+            "" if a.fits else "does not fit",
         ]
-        lines.append(row.format(*cells))
+        lines.append(row.format(*cells).rstrip())
     return lines
-
-
-def why_not(a, first):
-    """Words: that an `answer` does not fit, or which part takes longer than in the first one."""
-    if not a.fits:
-        lacks = a.memory["total"] - a.memory["limit"]
-        return f"does not fit: {size(lacks)} more than there is"
-    if a is first:
-        return ""
-    more = Counter(a.seconds)
-    more.subtract(first.seconds)
-    del more["step"]
-    [(part, seconds)] = more.most_common(1)
-    return f"{part} +{seconds:.3f} s" if seconds > 0 else ""
 
 
 # --- The program --------------------------------------------------------------------------------------------------

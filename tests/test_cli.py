@@ -168,7 +168,6 @@ BAD = {  # words beside the small model's on eight devices, and what the sentenc
     "--n_groups 8": ["--n_groups 8", "two experts"],
     "--experts tiles --capacity_factor 2": ["--experts tiles", "--capacity_factor 2"],
     "--n_groups 4 --k_groups 1 --experts_per_token 3": ["--k_groups 1", "--experts_per_token 3"],
-    "--rope_factor 2 --rope_base 1": ["--rope_base 1", "above 1"],
     "--n_devices 16": ["--n_devices 16", "8"],
     "--preset tinny": ["--preset tinny", "the nearest is tiny"],
     "--modle_dimension 64": ["--modle_dimension", "the nearest is --model_dimension"],
@@ -496,8 +495,6 @@ def test_a_run_directory_holds_what_is_promised(train, tmp_path, byte_ranks):
     samples = (run / "samples.txt").read_text()
     assert re.findall(r"=== step (\d+)", samples) == ["4", "6"]
     assert len(re.findall(r"--- \d\ndef", samples)) == 4
-    for plot in ("val_loss", "load_loss", "tokens_per_expert"):
-        assert (run / f"{plot}.png").read_bytes().startswith(b"\x89PNG")
     stored = json.loads((run / "config.json").read_text())
     assert stored["T"] == 16 and set(FIELDS) < set(stored)
     assert train(training_steps=7, **flags) == 0

@@ -255,7 +255,7 @@ def test_search_keeps_the_global_batch_and_ranks(planned, capsys):
     assert all(row["tokens"] == 64 * 128 for row in a["search"])
     steps = [row["seconds"]["step"] for row in a["search"]]
     assert steps == sorted(steps) and a["seconds"]["step"] == steps[0]
-    assert "links of" in said and "formulas" in said and "the fastest: --" in said
+    assert "formulas" in said and "the fastest: --" in said
 
 
 def test_the_flag_that_is_advised_is_faster(planned, capsys):

@@ -1,10 +1,8 @@
 """The mathematics against Hugging Face's independent implementations of DeepSeek-V3 and GPT-2, with random weights."""
 
-import dataclasses
 import functools
 import json
 import math
-import re
 
 import jax
 import numpy as np
@@ -14,10 +12,9 @@ from conftest import ARCHITECTURES, ROOT, batch_of, given, random_transformer, s
 import model
 import presets
 import utils
-from architectures import architecture, deepseek, hf_format
+from architectures import architecture, hf_format
 from data import tokenization
 from inference import decoding, hugging_face, weights
-from runtime import messages
 from tools import common, hf, sample
 from training import steps
 
@@ -35,30 +32,18 @@ GROUPS = given("--n_experts 8 --n_groups 4 --k_groups 2 --experts_per_token 3 --
 NO_LATENT = given("--q_latent_dim 0 --first_layers 2 --rope_base 5e4 --n_shared 0")
 SPARSE = NO_LATENT | given("--first_layers 0 --n_shared 1 --n_experts 16 --experts_per_token 4")
 SPARSE |= given("--tied --expert_dim 8")
-YARN = given(
-    "--rope_factor 40 --rope_original_T 16 --model_dimension 40 --head_dim 7 --rope_dim 10"
-)
 DENSE = given("--n_kv_head 2 --blocks 2 --n_experts 0 --experts_per_token 0 --no_tied")
 # Models that transformers does not know, by the code that an export writes beside the weights
-OWN = given("""
-    --n_head 2 --blocks 2 --layers_per_block 3 --head_dim 9 --first_layers 1 --rope_dim 6
-    --balance_weight 0
-""")
-OWN_GELU = (
-    OWN
-    | GROUPS
-    | given("""
-    --activation gelu --layers_per_block 1 --no_embedding_norm --q_latent_dim 0 --no_tied --n_shared 0
-    --rope_factor 40 --rope_original_T 16
-""")
-)
+OWN = given("--n_head 2 --blocks 2 --layers_per_block 3 --head_dim 9 --first_layers 1 --rope_dim 6")
+OWN |= given("--balance_weight 0")
+OWN_GELU = OWN | GROUPS | given("--activation gelu --layers_per_block 1 --no_embedding_norm")
+OWN_GELU |= given("--q_latent_dim 0 --no_tied --n_shared 0")
 SIZES = {
     "own": OWN,
     "own gelu": OWN_GELU,
     "groups": DEEPSEEK | GROUPS,
     "no query latent": DEEPSEEK | NO_LATENT | dict(sequence_parallel="megatron"),
     "moe-sparse": DEEPSEEK | SPARSE,
-    "yarn": DEEPSEEK | YARN | dict(first_layers=0),
     "gpt2": GPT2,
     "gpt2 wide": GPT2 | WIDE,
     "qwen3": QWEN3,
@@ -177,56 +162,4 @@ def test_a_published_config_is_understood(name, saved):
         config = transformers.AutoConfig.for_model(**config).to_dict()
     flags = hf_format.read_flags(form, json.loads(json.dumps(config)), "")
     assert flags.pop("T") == min(preset.model.T, 4096)
-    # the preset trains before the context is stretched
-    stretched = {"rope_factor", "rope_original_T"}
-    same = {flag: value for flag, value in flags.items() if flag not in stretched}
-    assert settled(utils.replace(preset, **same).model) == settled(preset.model)
-
-
-def test_rotary_positions_are_those_of_transformers_or_refused():
-    """Drawn entries of rope_scaling: frequencies, their factor and that of scores, and again after an export."""
-    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as theirs
-
-    rng, seen, missing = np.random.default_rng(0), [], object()
-    choices = dict(
-        type=["yarn", "yarn", "default", "linear", missing],
-        rope_type=["yarn", "yarn", missing],
-        factor=[1.0, 3, 40.0],
-        beta_fast=[32, 32, None, missing, 8],
-        beta_slow=[1, missing, missing, 2],
-        truncate=[missing, missing, missing, True, False],
-        attention_factor=[missing, missing, None, 1.0, 1.3],
-        mscale=[missing, 0.707, 1.0, 1],
-        mscale_all_dim=[missing, 0.707, 1.0, 1],
-        original_max_position_embeddings=[missing, 2, 100, 4096],
-        rope_theta=[missing, 77.0, 5e4],
-    )
-
-    def with_flags(m, config):
-        flags = hf_format.read_flags(deepseek.ARCHITECTURE.hugging_face, config, "")
-        return dataclasses.replace(m, **flags)
-
-    def numbers_of(config):
-        config = transformers.DeepseekV3Config(**json.loads(json.dumps(config)))
-        rotary = theirs.DeepseekV3RotaryEmbedding(config)
-        scale = theirs.yarn_apply_mscale(config.rope_parameters, 1.0)
-        return [*rotary.inv_freq.tolist(), rotary.attention_scaling, scale]
-
-    for _ in range(300):
-        drawn = {key: values[rng.integers(len(values))] for key, values in choices.items()}
-        rope = {key: value for key, value in drawn.items() if value is not missing}
-        config = CONFIGS["deepseek-v3-671b"] | dict(rope_scaling=rope, qk_rope_head_dim=10)
-        config |= dict(max_position_embeddings=300)
-        try:
-            m = with_flags(utils.Model(), config)
-        except messages.UserError as e:
-            assert re.search("type|truncate|beta|factor|mscale|original", str(e)), e
-            continue
-        on_rotated_alone, scale = 1.0, deepseek.score_scale(10, m) * math.sqrt(10)
-        ours = [*deepseek.yarn_frequencies(m), on_rotated_alone, scale]
-        assert np.allclose(ours, numbers_of(config), rtol=1e-5), rope
-        again = deepseek.to_hugging_face(m)
-        assert np.allclose(ours, numbers_of(again), rtol=1e-5), rope
-        assert with_flags(m, again) == m
-        seen.append((m.rope_factor, m.rope_original_T, m.rope_base))
-    assert len(seen) > 20 and len(set(seen)) > 10
+    assert settled(utils.replace(preset, **flags).model) == settled(preset.model)

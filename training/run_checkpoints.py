@@ -1,7 +1,6 @@
 """The training state of a run: begun, restored and saved, laid out as the run's mesh and pipeline need it."""
 
 import functools
-import math
 import os
 
 import jax
@@ -10,15 +9,8 @@ import optax
 import orbax.checkpoint as ocp
 
 import utils
-from runtime.messages import say, size
 from training import settings, steps
 from training.checkpointing import Checkpoints
-
-
-def bytes_of(abstract):
-    """Bytes that a device holds of a tree of ShapeDtypeStructs."""
-    leaves = jax.tree.leaves(abstract)
-    return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in leaves)
 
 
 class RunCheckpoints(Checkpoints):
@@ -58,15 +50,7 @@ class RunCheckpoints(Checkpoints):
         return self.to_running(state), meta
 
     def _begin(self):
-        params = None
-        if self.load_weights:
-            held = [size(bytes_of(tree)) for tree in (self.stored.params, self.stored)]
-            if jax.process_index() == 0:
-                words = (
-                    f"each device holds {held[0]} of weights, {held[1]} with the optimizer's state"
-                )
-                say(f"--init_from {self.cfg.run.init_from}: {words}")
-            params = self.load_weights(self.stored.params)
+        params = self.load_weights and self.load_weights(self.stored.params)
         state = steps.init_state(self.cfg, self.stored, self.optimizer, params)
         return state, dict(step=0, sequences=0)
 

@@ -1,7 +1,6 @@
-"""What a run says of its progress and leaves behind beside its checkpoints: metrics, samples, plots."""
+"""What a run says of its progress and leaves behind beside its checkpoints: metrics and samples."""
 
 import contextlib
-import io
 import json
 import math
 import os
@@ -113,17 +112,17 @@ class NoLog:
 
 
 class RunLog:
-    """metrics.jsonl, samples.txt, plots and, on request, TensorBoard's event file and wandb.
+    """metrics.jsonl, samples.txt and, on request, TensorBoard's event file and wandb.
 
-    A row is appended to a local metrics.jsonl at once; in a bucket `flush` writes all of them. Plots, TensorBoard and
-    wandb may take seconds, so a thread does them in order. No failure to write ends the run.
+    A row is appended to a local metrics.jsonl at once; in a bucket `flush` writes all of them. A thread passes rows on
+    to TensorBoard and wandb, which may take seconds. No failure to write ends the run.
     """
 
     def __init__(self, cfg, start_step):
         self.folder = cfg.run.folder
         self.events = None
         self.wandb = None
-        self.worker = ThreadPoolExecutor(1)  # of plots, TensorBoard and wandb
+        self.worker = ThreadPoolExecutor(1)  # of TensorBoard and wandb
         self.found = self._read_history(start_step)  # rows of metrics.jsonl, also of later steps
         self.history = self.found
         self.complete = True  # whether that file has them all
@@ -156,12 +155,6 @@ class RunLog:
         whole = "".join(f"=== step {n}\n{text}" for n, text in self.samples.items())
         attempt(lambda: write_file(self.path("samples.txt"), whole))
 
-    def plots(self):
-        """Redraw the plots from all metrics so far."""
-        self.flush()
-        rows = list(self.history)
-        self._later(lambda: self._draw_plots(rows))
-
     def rewind(self, step):
         """Forget what came after `step`, to which the run rolls back."""
         self._forget(step)
@@ -174,6 +167,8 @@ class RunLog:
         if not self.complete:
             rows = "".join(to_json(row) + "\n" for row in self.history)
             self.complete = attempt(lambda: write_file(self.path("metrics.jsonl"), rows))
+        if self.events:
+            self._later(self.events.upload)
 
     def close(self):
         """Wait until everything is written."""
@@ -224,16 +219,6 @@ class RunLog:
             )
         return found  # a killed run leaves rows of the next steps behind
 
-    def _draw_plots(self, rows):
-        if self.events:
-            self.events.upload()
-        shares = [key for key in rows[-1] if key.startswith(EXPERT_SHARE)]
-        shares.sort(key=lambda key: int(key.removeprefix(EXPERT_SHARE)))
-        for name, (title, keys) in PLOTS.items():
-            keys = keys or shares
-            if any(key in row for row in rows for key in keys):
-                write_file(self.path(f"{name}.png"), draw(rows, title, keys))
-
     def _begin_wandb(self, cfg):
         """Begin wandb's run: offline where nobody is logged in, or its server is not reached in half a minute."""
         import wandb
@@ -267,46 +252,10 @@ def attempt(work, what="the run's log could not be written"):
     """Call work(); whether it went well. A failure is printed as a warning, which begins with `what`."""
     try:
         work()
-    except Exception as e:  # training continues without plots, TensorBoard, wandb or a profile
+    except Exception as e:  # training continues without TensorBoard, wandb or a profile
         warn(f"{what}: {first_line(e)}")
         return False
     return True
 
 
 EXPERT_SHARE = "load/expert_"  # metrics of each expert
-PLOTS = {  # file: (title, metrics); none: those of each expert
-    "val_loss": ("validation cross-entropy (nats per token)", ["loss/val_cross_entropy_loss"]),
-    "load_loss": ("load-balancing loss (even load: 1 per MoE layer)", ["loss/load_loss"]),
-    "tokens_per_expert": ("share of the routed tokens per expert", []),
-}
-
-
-def new_figure(width, height, dpi):
-    """A matplotlib Figure, sizes in inches, without pyplot: safe off the main thread, and needs no display."""
-    from matplotlib.figure import Figure  # here: few programs draw
-
-    return Figure(figsize=(width, height), dpi=dpi, layout="constrained")
-
-
-def picture(figure, kind="png"):
-    """Bytes of a Figure: png, svg or pdf."""
-    image = io.BytesIO()
-    figure.savefig(image, format=kind)
-    return image.getvalue()
-
-
-def draw(history, title, keys):
-    """PNG bytes of a line per key over the step."""
-    figure = new_figure(7, 4, dpi=100)
-    axes = figure.subplots()
-    for key in keys:
-        rows = [row for row in history if key in row]
-        steps = [row["step"] for row in rows]
-        values = [row[key] for row in rows]
-        label = key.removeprefix("load/").replace("_", " ")
-        axes.plot(steps, values, lw=1, label=label)
-    axes.set(xlabel="step", title=title)
-    axes.grid(alpha=0.3)
-    if 1 < len(keys) <= 16:
-        axes.legend(fontsize=7, ncols=2)
-    return picture(figure)

@@ -9,7 +9,6 @@ class MoEPretrainingConfig(PreTrainedConfig):
     layers_per_block: the last layer of a block has routed experts, the others a dense feed-forward; where this is not
         1, the last has no rotary channels
     rope_frequencies: radians per position of each pair of rotary channels
-    rope_temperature: its square is a factor on attention's scores (YaRN)
     latent_conv: earlier tokens that a convolution adds to a key/value latent
     embedding_norm: whether rows of the embedding are normalized
     hidden_act: silu for SwiGLU, or gelu_new for a feed-forward without a gate
@@ -17,6 +16,4 @@ class MoEPretrainingConfig(PreTrainedConfig):
 
     model_type = "moe_pretraining"
     max_position_embeddings: int = 2048
-    rope_parameters: dict | None = (
-        None  # from which rope_frequencies and rope_temperature were computed
-    )
+    rope_parameters: dict | None = None  # from which rope_frequencies were computed

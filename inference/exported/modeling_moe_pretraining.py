@@ -67,7 +67,7 @@ class Attention(nn.Module):
         if config.latent_conv:
             self.conv = nn.Parameter(torch.zeros(config.latent_conv, self.R + rope))
         self.frequencies = config.rope_frequencies[: rope // 2]
-        self.scale = config.rope_temperature**2 * (self.K + rope) ** -0.5
+        self.scale = (self.K + rope) ** -0.5
 
     def forward(self, x, positions, real, seen, cache):
         """x [B, t, D] -> the same; real [B, T] is False for padding, seen [B, t, T] says who attends to whom."""
