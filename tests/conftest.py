@@ -106,9 +106,8 @@ def small_config(mesh=(1, 1, 1), sequences=32, **flags):
 
 def settled(m):
     """The utils.Model with the widths written out that 0 or -1 stand for."""
-    widths = dict(head_dim=m.key_dim, q_latent_dim=m.q_latent)
-    widths |= dict(ffn_dim=m.ffn_width, expert_dim=m.expert_width)
-    return dataclasses.replace(m, **widths)
+    widths = dict(ffn_dim=m.ffn_width, expert_dim=m.expert_width)
+    return dataclasses.replace(m, head_dim=m.key_dim, q_latent_dim=m.q_latent, **widths)
 
 
 def random_transformer(config, folder):
@@ -374,18 +373,9 @@ def named_tokenizers(monkeypatch):
     monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})  # those made before
 
 
-class Faulty(ThreadingHTTPServer):
-    """A proxy to the server at `port` that answers every third request with 503, `most` times."""
+class Faulty(BaseHTTPRequestHandler):
+    """Of a proxy to the server at port `behind`: it answers every third request with 503, `most` times."""
 
-    most = float("inf")
-
-    def __init__(self, port):
-        super().__init__(("127.0.0.1", 0), FaultyHandler)
-        self.behind, self.requests, self.failed = port, itertools.count(1), 0
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-
-
-class FaultyHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"  # clients wait for its "100 Continue"
 
     def answer(self):
@@ -422,7 +412,9 @@ def bucket(request, monkeypatch):
     server = subprocess.Popen([sys.executable, *words.split()], **quiet)
     try:
         wait_for(lambda: listens("127.0.0.1", port))
-        proxy, url = Faulty(port), f"http://127.0.0.1:{port}"
+        proxy, url = ThreadingHTTPServer(("127.0.0.1", 0), Faulty), f"http://127.0.0.1:{port}"
+        proxy.behind, proxy.requests, proxy.failed, proxy.most = port, itertools.count(1), 0, 9**9
+        threading.Thread(target=proxy.serve_forever, daemon=True).start()
         faulty = f"http://127.0.0.1:{proxy.server_port}"
         for name in ("STORAGE_EMULATOR_HOST", "TENSORSTORE_GCS_HTTP_URL", "AWS_ENDPOINT_URL"):
             monkeypatch.setenv(name, faulty)

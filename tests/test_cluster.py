@@ -110,7 +110,6 @@ class Host:
 
     @property
     def pid(self):
-        """Of main.py."""
         return int((self.state / "pid").read_text())
 
     def restore(self, name):
@@ -167,13 +166,11 @@ class Cluster:
         return CLEAN | ours | more
 
     def begin(self, *words, script="launcher.sh", **environment):
-        """A script that runs."""
         words = ["bash", self.repo / script, *map(str, words)]
         pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         return subprocess.Popen(words, env=self.environment(**environment), text=True, **pipes)
 
     def launch(self, *words, **environment):
-        """How a script ended."""
         return ended(self.begin(*words, **environment))
 
     def step(self, word, host, *flags, **environment):

@@ -154,9 +154,8 @@ def test_documents_leave_out_blocks_that_none_sees():
 def head_shapes():
     """(K, V, dtype) of every attention of the presets."""
     shapes = set()
-    for name in presets.PRESETS:
-        m = presets.preset(name).model
-        for rope in (m.rope_dim, m.rope_dim if m.moe_rope else 0):
+    for m in [presets.preset(name).model for name in presets.PRESETS]:
+        for rope in (m.rope_dim, m.rope_dim * m.moe_rope):
             shapes.add((m.key_dim + rope, m.key_dim, m.model_dtype))
     return sorted(shapes)
 

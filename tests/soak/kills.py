@@ -15,14 +15,12 @@ JOBS = "tokenize_source workers_source ranks_source export import train train re
 
 def state_of(folder):
     """What tells that a file of a folder was changed."""
-    found = []
-    for parent, folders, files in os.walk(folder):  # which passes over what has just gone
-        for name in folders + files:
-            path = os.path.join(parent, name)
-            with contextlib.suppress(OSError):
-                stat = os.lstat(path)
-                found.append((path, stat.st_mtime_ns, stat.st_size))
-    return sorted(found)
+    found = set()
+    with contextlib.suppress(OSError):  # of what has just gone
+        for path in folder.rglob("*"):
+            stat = path.lstat()
+            found.add((path, stat.st_mtime_ns, stat.st_size))
+    return found
 
 
 def watch(process, place, most=float("inf")):
