@@ -326,14 +326,12 @@ def test_two_hosts_launch_watch_and_survive(idle, flags, train, tmp_path):
     assert done.returncode == 0 and done.stdout.count("running") == 2, done.said
     assert SECRET not in done.said and "Noise" not in done.said
     assert idle.git("rev-parse", "HEAD") == idle.git("-C", second.code, "rev-parse", "HEAD")
-
     # flags arrived whole, and so did the secret
     argv, environment = (content(Path(f"/proc/{second.pid}/{of}")) for of in ("cmdline", "environ"))
     assert f"\0--prompt\0{ODD}\0".encode() in argv
     assert f"WANDB_API_KEY={SECRET}\0".encode() in environment
     assert_secret_is_nowhere(idle, run)
     survive_cut_connections(idle, run)
-
     # a second launch, and flags that main.py would refuse, stop nothing
     pids = [host.pid for host in hosts]
     again = idle.launch(*words)
@@ -539,7 +537,6 @@ def test_a_folder_that_others_made_is_left_alone(idle):
     (host.code / "main.py").unlink()
     assert idle.step("--code", host, **take).said == "files as they stand here\n"
     assert (host.code / "thesis.tex").read_text() == "theirs" and (host.code / "main.py").exists()
-
     # a git repository: with changes in it, then with a commit that no branch holds, and a file that it ignores
     theirs, take = host.home / "theirs", dict(FOLDER="theirs", TAKE_FOLDER="yes")
 
@@ -600,7 +597,6 @@ def test_only_what_was_sent_is_ever_removed(idle):
     assert idle.git("-C", host.code, "rev-parse", "HEAD") == idle.git("rev-parse", "HEAD")
     assert "what git does not know here is not sent (2 files, local/metrics.jsonl first)" in done
     assert (host.code / "folder/mine").exists() and (host.code / "out/run/checkpoints/5").exists()
-
     # what is sent lies where a run wrote
     idle.git("add", "-f", "out/run/metrics.jsonl")
     commit = idle.git("commit-tree", "-m", "a run's file", idle.git("write-tree"))

@@ -79,7 +79,6 @@ def test_resume_is_bitwise_also_past_damage_and_on_another_mesh_sees_the_same_ba
     rows = metrics_of(whole)
     assert rows == metrics_of(parts) and [row["step"] for row in rows] == list(range(1, 9))
     assert [row["step"] for row in rows if "loss/val_loss" in row] == [5, 8]
-
     # the batch sizes are not given again, and follow dp and accumulation_steps
     flags_there = same | dict(train_batch_size=None, val_batch_size=None, accumulation_steps=1)
     assert train(**flags_there, name="moved", training_steps=8) == 0
@@ -136,7 +135,6 @@ def test_resume_refuses_other_models_data_and_batches_and_a_torn_config(
     for content in [config[:100], "[1, 2]", "null", "\xff\xfe{", *torn]:
         (run / "config.json").write_text(content, "latin-1")
         refusal(lambda: train(**TINY, training_steps=4), "config.json: ", "; restore it.")
-
     # a model of other flags is no damaged one, as its checkpoint beside no or another config.json tells
     (run / "config.json").unlink()
     for flag, value in dict(blocks=3, max_lr=1.0, train_batch_size=4).items():
@@ -162,7 +160,6 @@ def test_resume_refuses_other_models_data_and_batches_and_a_torn_config(
     np.save(other / "train" / "000003.npy", np.zeros(500, np.uint16))
     refusal(lambda: train(**TINY, training_steps=4, data=other), "saw other data")
     assert (run / "metrics.jsonl").read_bytes() == before, "a refusal writes nothing"
-
     # what may differ, with the same shards elsewhere
     (other / "train" / "000003.npy").unlink()
     (run / "samples.txt").write_bytes(b"=== step x\n\xff\n=== step 2\n--- 0\n=== step \n")

@@ -55,7 +55,6 @@ def test_tensorboard_finds_what_metrics_jsonl_holds_and_no_step_twice(train, tmp
     seen = scalars(watching)
     assert seen == logged(run) and max(seen)[0] == 6
     assert {key for _, key, _ in seen} > {"loss/train_loss", "loss/val_loss", "lr", "grad_norm"}
-
     # a run that was killed resumes from an earlier checkpoint, and the last event is torn
     (run / "checkpoints" / "6").rename(tmp_path / "6")
     (file,) = run.glob("events.out.tfevents.*")
