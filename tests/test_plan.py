@@ -347,7 +347,6 @@ def test_the_tpu_compiler_refuses_what_does_not_fit(no_device, planned, capsys):
 
 
 def abort(cfg, machine):
-    """What some programs make of the TPU compiler."""
     os.abort()
 
 
@@ -356,14 +355,13 @@ def fail(cfg, machine):
 
 
 @tpu_compiler
-@pytest.mark.parametrize("what, said", [(abort, "A process in the"), (fail, "INTERNAL: Mosaic")])
-def test_formulas_answer_where_a_compiler_crashes(
-    no_device, planned, monkeypatch, capsys, what, said
-):
-    monkeypatch.setattr(machines, "compile_for", what)
-    a = planned(plan="v4:2x2x1", train_batch_size=16)
-    assert f"an error of its own ({said}" in capsys.readouterr().out
-    assert a["fits"] and not a["compiled"]
+def test_formulas_answer_where_a_compiler_crashes(no_device, planned, monkeypatch, capsys):
+    """As some programs make that of TPUs do, and that for GPUs."""
+    for said, crash in {"A process in the": abort, "INTERNAL: Mosaic": fail}.items():
+        monkeypatch.setattr(machines, "compile_for", crash)
+        a = planned(plan="v4:2x2x1", train_batch_size=16)
+        assert f"an error of its own ({said}" in capsys.readouterr().out
+        assert a["fits"] and not a["compiled"]
 
 
 @tpu_compiler

@@ -313,8 +313,8 @@ def test_every_form_of_cluster_env_works_or_is_refused_before_a_host_is_asked(re
 
 def on_this_host(home, *call, **settings):
     """How a function of tools/cluster/on_host.sh ended, as it runs on a host, whose home is `home`."""
-    defaults = dict(FOLDER=str(home), SESSION="s", VENV=".venv", PYTHON="", host="h")
-    settings = defaults | dict(MAX_RESTARTS="1", START_TIMEOUT="300") | settings
+    settings = dict(FOLDER=home, SESSION="s", VENV=".venv", PYTHON="", host="h") | settings
+    settings |= dict(MAX_RESTARTS=1, START_TIMEOUT=300)
     head = "".join(f"{name}={shlex.quote(str(value))}\n" for name, value in settings.items())
     head += (ROOT / "tools/cluster/on_host.sh").read_text()
     head += shlex.join(map(str, call)) + " </dev/null\n"

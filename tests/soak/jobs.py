@@ -25,6 +25,7 @@ STEPS = 12
 MODEL = SMALL_RUN | given("""
     --blocks 1 --n_experts 4 --n_head 2 --T 16 --vocab_size 280 --microbatches 2 --train_batch_size 4
     --val_batch_size 4 --max_tokens 4 --inference_batch 1 --no_embedding_norm --latent_conv 0
+    --n_device_axis 1 1 1 --n_devices 1 --eval_every 3 --eval_steps 1 --save_steps 4 --name run
 """)  # with no layers that transformers does not know
 SOUND = "text source records.jsonl.gz records.parquet ranks.tiktoken shards sound hf part progress cache"
 # the sound folder that a verb changes; all others make a new one
@@ -33,10 +34,9 @@ CHANGED = dict(resume="part", again="shards", finish="progress")
 
 def train_words(at, output, steps=STEPS, **flags):
     """main.py with the run `run` in `output`, on the sound shards."""
-    run = MODEL | dict(name="run", output_dir=output, data=at["shards"], training_steps=steps)
-    run |= dict(n_device_axis=(1, 1, 1), n_devices=1, compilation_cache=at["cache"])
-    run |= dict(eval_every=3, eval_steps=1, save_steps=4)
-    return ["main.py", "--preset", "tiny", *flags_of(**run | flags)]
+    places = dict(output_dir=output, data=at["shards"], compilation_cache=at["cache"])
+    run = MODEL | places | dict(training_steps=steps) | flags
+    return ["main.py", "--preset", "tiny", *flags_of(**run)]
 
 
 def words_of(job, at, place):
