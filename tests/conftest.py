@@ -404,12 +404,12 @@ class Faulty(BaseHTTPRequestHandler):
 def bucket(request, monkeypatch):
     """(address of a bucket whose server fails every third request, its file system without failures, the proxy)."""
     kind, port = request.param, free_port()
-    servers = dict(gs=("gcp_storage_emulator", f"{ROOT}/tests/gcs_emulator.py {port} bucket"))
-    servers["s3"] = ("moto.server", f"-m moto.server -p {port}")
+    servers = dict(gs=("gcp_storage_emulator", [ROOT / "tests/gcs_emulator.py", port, "bucket"]))
+    servers["s3"] = ("moto.server", ["-m", "moto.server", "-p", port])
     package, words = servers[kind]
     pytest.importorskip(package, reason="bash setup_tpu.sh test")
     quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    server = subprocess.Popen([sys.executable, *words.split()], **quiet)
+    server = subprocess.Popen([sys.executable, *map(str, words)], **quiet)
     try:
         wait_for(lambda: listens("127.0.0.1", port))
         proxy, url = ThreadingHTTPServer(("127.0.0.1", 0), Faulty), f"http://127.0.0.1:{port}"

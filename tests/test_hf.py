@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 from test_tools import make_run
 
 import utils
+from architectures import gpt2
 from data import tokenization
 from inference import hugging_face, weights
 from runtime import files
@@ -250,6 +251,15 @@ def test_other_mistakes_give_one_sentence(deepseek, tmp_path):
     ]:
         words = list(map(str, words))
         refusal(lambda: hf.main(utils.read_flags(hf.Options, words, "hf.py")), said)
+
+
+def test_an_architecture_may_have_no_such_format(monkeypatch):
+    monkeypatch.setattr(gpt2, "ARCHITECTURE", gpt2.ARCHITECTURE._replace(hugging_face=None))
+    exporting = "--architecture gpt2: its models have no Hugging"
+    refusal(lambda: hugging_face.format_to_export("gpt2"), exporting)
+    config = {"model_type": "gpt2"}
+    said = refusal(lambda: hugging_face.format_of(config, "config.json"), "model_type is 'gpt2'")
+    assert said.count("gpt2") == 1
 
 
 def test_what_import_and_export_say(deepseek, tmp_path, capsys, caplog):

@@ -13,6 +13,11 @@ from architectures import parameters
 from training import steps
 from training.optimizer import make_optimizer
 
+
+def mesh_id(value):
+    return "x".join(map(str, value)) if isinstance(value, tuple) else None
+
+
 # Flags of how a model and its batch lie on a mesh, which may not change what they give
 SPREAD = {"fsdp", "sequence_parallel", "pp_interleave", "remat"}
 SPREAD |= {"microbatches", "val_batch_size", "accumulation_steps"}
@@ -68,7 +73,7 @@ def assert_parity(mesh, **flags):
 MESHES = [(8, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 2), (1, 2, 4), (4, 2, 1)]
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("mesh", MESHES, ids=mesh_id)
 def test_parity_of_loss_and_every_gradient(mesh):
     assert_parity(mesh)
 
@@ -116,13 +121,13 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.parametrize("mesh, flags", VARIANTS, ids=str)
+@pytest.mark.parametrize("mesh, flags", VARIANTS, ids=mesh_id)
 def test_parity_of_variants(mesh, flags):
     assert_parity(mesh, **flags)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-@pytest.mark.parametrize("mesh", [(1, 1, 4), (4, 2, 1)], ids=str)
+@pytest.mark.parametrize("mesh", [(1, 1, 4), (4, 2, 1)], ids=mesh_id)
 def test_parity_of_the_published_architectures(mesh, name):
     assert_parity(mesh, **PUBLISHED[name])
 
@@ -133,7 +138,7 @@ def test_parity_of_the_published_architectures(mesh, name):
         ((8, 1, 1), dict(microbatches=1)),
         ((2, 2, 2), dict(DEEPSEEK, layers_per_block=3, pp_interleave=2, remat="dots")),
     ],
-    ids=str,
+    ids=mesh_id,
 )
 def test_parity_of_what_accelerators_do_otherwise(mesh, flags, monkeypatch):
     """Layers of a block one after another, recomputed without barriers, gradients scattered by an all-to-all."""
@@ -162,7 +167,7 @@ def three_steps(mesh, sequences=32, **flags):
         ((2, 2, 2), dict(DEEPSEEK, optimizer="muon", accumulation_steps=4)),
         ((2, 2, 2), dict(ARCHITECTURES["gpt2"], optimizer="adamw", accumulation_steps=2)),
     ],
-    ids=str,
+    ids=mesh_id,
 )
 def test_parity_after_three_clipped_steps_however_a_batch_is_cut(mesh, flags):
     one = three_steps((1, 1, 1), **on_one_device(flags))
