@@ -5,7 +5,6 @@ Sequence i of a shard is its tokens i*T .. i*T + T; the last of them is only a t
 the same place anywhere, and one integer is its whole state.
 """
 
-import glob
 import hashlib
 import itertools
 import json
@@ -39,20 +38,8 @@ READERS = ThreadPoolExecutor(32, "read")
 # --- Sequences --------------------------------------------------------------------------------------------------
 
 
-def instead(folder):
-    """What the message says that a folder, train or val, holds no shards: where they are, or what makes them."""
-    root, split = os.path.split(folder)
-    if near := sorted(glob.glob(f"{glob.escape(root)}/*/{split}/*.npy")):
-        return f"give a folder in it, such as {os.path.dirname(os.path.dirname(near[0]))}"
-    has_files = glob.glob(f"{glob.escape(root)}/*.*") and not os.path.exists(f"{root}/train")
-    if os.path.isfile(root) or has_files:
-        return f"bash run.sh local --data {root} makes shards of its text and trains on them"
-    return "data/tokenize_shards.py makes them of text (val if --val_fraction is above 0), data/prepare.py of corpora"
-
-
 class Corpus:
-    """The shards of `folder` inside `root`, read as sequences of T + 1 tokens. Raises UserError where they are missing,
-    unreadable, or do not fit the vocabulary."""
+    """The shards of `folder` inside `root`, read as sequences of T + 1 tokens. Raises UserError."""
 
     def __init__(self, cfg, root, folder):
         self.T = cfg.model.T
@@ -62,45 +49,35 @@ class Corpus:
         # mean number of UTF-8 bytes of a token, None where no manifest tells
         self.bytes_per_token = made["bytes"] / made["tokens"] if made else None
         self.tokenizer = shards_tokenizer(root, made, cfg.data.tokenizer)
+        warning = f"warning: {self.folder} has no {manifest.NAME}, so its shards are not verified"
+        self.unverified = "" if made else warning
         if made.get("vocab_size", 0) > self.vocab_size:
             raise UserError(
-                f"--vocab_size {self.vocab_size}: the shards in {self.folder} were made with a vocabulary "
-                f"of {made['vocab_size']} ({made['tokenizer']}); give that or other shards."
+                f"--vocab_size {self.vocab_size}: the shards in {self.folder} need {made['vocab_size']}; give that."
             )
-        self.shards = self._open_shards(cfg.data)
+        found = list_shards(self.folder)
+        if made:
+            manifest.check_files(self.folder, made, found)
+        if not found:
+            raise UserError(
+                f"--data: there are no shards (.npy) in {self.folder}; bash run.sh local --data FOLDER makes them of "
+                "text, as data/tokenize_shards.py does (val if --val_fraction is above 0), or data/prepare.py."
+            )
+        entries = {entry["name"]: entry for entry in made.get("shards", [])}
+        cache = Cache(f"{cfg.data.cache_dir}/blocks", cfg.data.cache_gb * 1e9)
+        self.shards = []
+        for name, info in found.items():
+            path = os.path.join(self.folder, name)
+            self.shards.append(Shard(path, info, entries.get(name, {}), cache))
         lengths = list(READERS.map(lambda shard: shard.length, self.shards))
         self.counts = np.array([max(0, (n - 1) // self.T) for n in lengths])  # sequences per shard
         self.n_sequences = int(self.counts.sum())
         if not self.n_sequences:
             raise UserError(
-                f"--T {self.T}: the shards in {self.folder} hold no sequence of {self.T + 1} tokens; "
-                f"give a smaller --T, or shards of more text."
+                f"--T {self.T}: the shards in {self.folder} have no {self.T + 1} tokens; give less."
             )
         if not is_remote(root) and sum(lengths) <= CHECK_AT_START:
             list(READERS.map(lambda shard: shard.check(self.vocab_size), self.shards))
-
-    def _open_shards(self, data):
-        """The shards, sorted by name. A manifest, where there is one, says which must be there."""
-        found = list_shards(self.folder)
-        entries = {entry["name"]: entry for entry in self.manifest.get("shards", [])}
-        if self.manifest:
-            manifest.check_files(self.folder, self.manifest, found)
-        if not found:
-            raise UserError(
-                f"--data: there are no shards (.npy) in {self.folder}; {instead(self.folder)}."
-            )
-        cache = Cache(f"{data.cache_dir}/blocks", data.cache_gb * 1e9)
-        return [
-            Shard(os.path.join(self.folder, name), info, entries.get(name, {}), cache)
-            for name, info in found.items()
-        ]
-
-    @property
-    def unverified(self):
-        """A warning where nothing verifies the shards, else ""."""
-        if self.manifest:
-            return ""
-        return f"warning: {self.folder} has no {manifest.NAME}, so its shards are not verified"
 
     def read(self, places, order):
         """int32 [n, T + 1]: the sequences at `places` [n] of the shards laid end to end in `order`."""
@@ -182,8 +159,7 @@ class Mixture:
         if n_train is None:
             phases = [(1.0, average)]
             has_split = [n for n in names if list_shards(os.path.join(corpus_root(cfg, n), folder))]
-            # where none has the split, opening the first one raises
-            names = has_split or names
+            names = has_split or names  # where none has the split, opening the first one raises
         self.T = cfg.model.T
         self.names = names
         self.corpora = [Corpus(cfg, corpus_root(cfg, name), folder) for name in names]
@@ -286,8 +262,7 @@ class Phase:
         self.earlier = np.cumsum(one_hot, axis=0) - one_hot
 
     def seen(self, numbers):
-        """int64 [..., corpora]: sequences of each corpus before those with these numbers [...], which lie in this phase
-        or right after it."""
+        """int64 [..., corpora]: sequences of each corpus before those with these numbers [...] of this phase."""
         periods, places = np.divmod(numbers - self.start, len(self.which))
         return self.before + np.multiply.outer(periods, self.shares) + self.earlier[places]
 
@@ -298,8 +273,7 @@ def corpus_root(cfg, name):
 
 
 def manifests(cfg, *splits):
-    """[(root, folder, its manifest, {} without one)] of the folders `splits` that hold shards, of the corpora of --mix
-    or of the one of --data."""
+    """[(root, folder, its manifest or {})] of the folders `splits` that hold shards, of all corpora."""
     found = []
     for name in average_mix(parse_mix(cfg.data.mix)):
         root = corpus_root(cfg, name)
@@ -310,8 +284,7 @@ def manifests(cfg, *splits):
 
 
 def encoding_of(shards, flag):
-    """The tokenizer of shards as `manifests` lists them, or of --tokenizer, which is `flag`; None where neither names
-    one."""
+    """The tokenizer of shards as `manifests` lists them, or of --tokenizer, `flag`; None where none is named."""
     root, _, made = shards[0] if shards else ("", "", {})
     name = shards_tokenizer(root, made, flag)
     return load_tokenizer(name) if name else None
@@ -324,9 +297,7 @@ def shares_of(mix, names):
     shares = np.diff(np.rint(edges).astype(np.int64))
     for name, weight, share in zip(names, weights, shares):
         if weight and not share:
-            raise UserError(
-                f"--mix: {name} has less than 1/{PERIOD:,} of the sequences; give it more or leave it out."
-            )
+            raise UserError(f"--mix: {name} has less than 1/{PERIOD:,} of the run; leave it out.")
     return shares // np.gcd.reduce(shares)
 
 
@@ -348,10 +319,9 @@ def data_fingerprint(*mixtures):
     for corpus in [corpus for mixture in mixtures for corpus in mixture.corpora]:
         shards = []
         for shard in corpus.shards:
-            name = os.path.basename(shard.path)
+            about = {"name": os.path.basename(shard.path), "tokens": shard.length}
             sha256 = shard.about.get("sha256")
-            about = {"name": name, "tokens": shard.length, "sha256": sha256}
-            shards.append(about if sha256 else (name, shard.length))
+            shards.append(about | {"sha256": sha256} if sha256 else tuple(about.values()))
         held.append([shards, corpus.manifest.get("tokenizer_sha256")])
     return hashlib.sha256(json.dumps(held).encode()).hexdigest()
 
@@ -416,18 +386,15 @@ def put_batch(sequences, first, shape, mesh):
 
 class Prefetch:
     """Iterator over make(n) for every n of `numbers`. A background thread makes `depth` of them ahead; an error is
-    raised where its item would have come.
-
-    `waited`: seconds in which the devices only waited for items; they count from when busy(), called before each wait,
-    has returned.
-    """
+    raised where its item would have come."""
 
     def __init__(self, make, numbers, depth=3, busy=lambda: None):
+        """busy: called before each wait, returns when the devices have nothing to do."""
         self.make = make
         self.numbers = iter(numbers)
         self.depth = depth
         self.busy = busy
-        self.waited = 0.0
+        self.waited = 0.0  # seconds in which the devices only waited for items
         self.worker = ThreadPoolExecutor(1, "prefetch")
         self.ahead = deque()  # futures, in order
 

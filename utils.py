@@ -10,19 +10,9 @@ import os
 from dataclasses import dataclass, field
 from typing import Literal
 
+from runtime import parser
 from runtime.messages import UserError
-from runtime.parser import (
-    DAYS,
-    MANY,
-    VOCABULARY,
-    WIDE,
-    Mesh,
-    choice,
-    flag,
-    read_words,
-    setting,
-    value_in_file,
-)
+from runtime.parser import DAYS, MANY, VOCABULARY, WIDE, Mesh, choice, flag, setting
 
 
 @dataclass(frozen=True)
@@ -363,22 +353,21 @@ def replace(cfg, **flags):
 
 def read_flags(kind, argv, program):
     """Command line of `program` -> an instance of the dataclass `kind`. Raises UserError; `--help` exits."""
-    return kind(**read_words(kind, argv, program)[0])
+    return kind(**parser.read_words(kind, argv, program)[0])
 
 
 def read_own_flags(kind, argv, program):
     """(an instance of the dataclass `kind`, the words left over) of a program that takes the flags of main.py too."""
-    given, rest = read_words(kind, argv, program, others=Config)
+    given, rest = parser.read_words(kind, argv, program, others=Config)
     return kind(**given), rest
 
 
 def read_values(flags, where, names=None, advice=""):
-    """{flag: value} of what the JSON file `where` holds of {flag: value}. names: {flag: what the file calls it}, where
-    that differs. Raises UserError for a value that the flag cannot have."""
+    """{flag: value} that the JSON file `where` means. names: {flag: what it is called there}. Raises UserError."""
     read = {}
     for name, value in flags.items():
         try:
-            read[name] = value_in_file(FIELDS[name], value)
+            read[name] = parser.value_in_file(FIELDS[name], value)
         except UserError as e:
             name = (names or {}).get(name, name)
             raise UserError(f"{where}: {name} is {value!r:.40}, but must be {e}{advice}.") from None

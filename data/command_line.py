@@ -30,8 +30,7 @@ class Source:
 
 
 def run(main, what_is_left):
-    """Run the main of a data program. A UserError ends it with status 2, Ctrl-C and SIGTERM at once with 128 + the
-    signal, each with a sentence."""
+    """Run the main of a data program, which a UserError, Ctrl-C or SIGTERM ends with a sentence."""
     interrupts.watch(lambda number: interrupts.end(128 + number, f"interrupted; {what_is_left}"))
     one_sentence(main)
 

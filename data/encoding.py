@@ -11,16 +11,8 @@ from data.splits import divide, hash_of
 from data.tokenization import CUT
 from runtime.messages import UserError
 
-COUNTS = (
-    "documents",
-    "bytes",
-    "empty_documents",
-    "replaced_documents",
-    "replaced_characters",
-    "damaged_files",
-    "damaged_records",
-    "duplicate_documents",
-)
+COUNTS = """documents bytes empty_documents replaced_documents replaced_characters damaged_files damaged_records
+duplicate_documents""".split()
 
 
 def encode_text(text, encoding):
@@ -49,8 +41,7 @@ class Encoded(NamedTuple):
 
 
 def encode_document(encoding, dtype, skip, val_fraction, validation, document):
-    """The Encoded of a document. skip: leave out and count a file that cannot be read, instead of raising UserError;
-    validation: as in splits.py."""
+    """The Encoded of a document. skip: leave out and count a file that cannot be read; validation: as in splits.py."""
     ids = [np.empty(0, dtype)] * 2
     counts = [Counter(), Counter()]
     if document.lost:

@@ -58,8 +58,5 @@ def read(folder):
     path = os.path.join(folder, NAME)
     manifest = read_json(path)
     if manifest and manifest.get(CHECKSUM) != checksum(manifest):
-        raise UserError(
-            f"{path}: {CHECKSUM} does not match the rest of the file, which was edited, damaged or written by another "
-            f"program; {ADVICE}."
-        )
+        raise UserError(f"{path}: {CHECKSUM} does not match the rest of the file; {ADVICE}.")
     return manifest

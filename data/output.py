@@ -49,8 +49,7 @@ class ShardWriter:
                 self.flush()
 
     def flush(self):
-        """Write what is there as a shard, perhaps once more after a kill. Raises UserError where another file has its
-        name."""
+        """Write what is there as a shard, perhaps once more. Raises UserError where another file has its name."""
         if not self.filled:
             return
         name = manifest.shard_name(len(self.shards))
@@ -69,28 +68,17 @@ class ShardWriter:
         self.shards.append(shard)
         self.filled = 0
 
-    @property
-    def n_tokens(self):  # of the shards that are written
-        return sum(shard["tokens"] for shard in self.shards)
-
     def manifest(self):
         """What there is so far, for the manifest and to resume from."""
+        n_tokens = sum(shard["tokens"] for shard in self.shards)
         counts = {key: self.totals[key] for key in COUNTS}
-        return {"tokens": self.n_tokens, **counts, "shards": self.shards}
-
-    def restore(self, so_far, ids):
-        """Return to the state that `manifest` described and the tokens `ids` of the unfinished shard."""
-        self.shards = so_far["shards"]
-        self.filled = len(ids)
-        self.shard[: len(ids)] = ids
-        self.totals.update({key: so_far[key] for key in COUNTS})
+        return {"tokens": n_tokens, **counts, "shards": self.shards}
 
 
 def foreign(path):
     """The UserError for a file that is in the way and that no run of this program is known to have made."""
     return UserError(
-        f"--output: {path} is in the way, and nothing shows that this program made it for these shards; move it away, "
-        f"or give another folder."
+        f"--output: {path} is in the way and not known to be of these shards; move it away, or give another folder."
     )
 
 
@@ -110,16 +98,13 @@ class Output:
 
     def check(self, held, name, but=None):
         """Raises UserError where shards were made with other settings than these. but: a setting that may differ."""
-        differ = [k for k, v in self.settings.items() if held.get(k) != v]
-        if but in differ:
-            differ.remove(but)
+        differ = [k for k, v in self.settings.items() if k != but and held.get(k) != v]
         words = [f"{k} was {held.get(k)} and is now {self.settings[k]}" for k in differ]
         if differ == ["source_listing_sha256"]:
             words = ["the source has other files now, or files of other sizes"]
         if differ:
             raise UserError(
-                f"--output {self.path}: {name} holds shards of other settings ({', '.join(words)}); give "
-                f"another folder, or delete this one."
+                f"--output {self.path}: {name} has other settings ({', '.join(words)}); give another folder."
             )
 
     def is_finished(self):
@@ -145,8 +130,7 @@ class Output:
             return held | {name: held[name] for name in names}
         except Exception as e:  # damage may raise any error of zipfile, zlib, numpy and json
             raise UserError(
-                f"--output {self.path}: {PROGRESS} is damaged or was not written by this program ({first_line(e)}); "
-                f"restore it, or give another folder."
+                f"--output {self.path}: {PROGRESS} is damaged or foreign ({first_line(e)}); give another folder."
             ) from None
 
     def save_progress(self, position):
@@ -192,13 +176,15 @@ class Output:
         self.position = held["position"]
         if held["read_sha256"] != self.source.read_sha256(self.position):
             raise UserError(
-                f"--source: files that were read for these shards changed or disappeared, or others came between them; "
-                f"restore them, give another --output, or delete {self.path}."
+                "--source: files that were read for these shards changed; restore them, or give another --output."
             )
         self.validation = held["validation"]
         self.seen.add(held["hashes"])
         for split, writer in self.writers.items():
-            writer.restore(held["splits"][split], held[split])
+            so_far = held["splits"][split]
+            writer.shards = so_far["shards"]
+            writer.totals.update({key: so_far[key] for key in COUNTS})
+            writer.add(held[split])
 
     def add(self, batch, position):
         """Write a batch, a list of encoding.Encoded, which ends at `position` in the source, and the progress where it
@@ -225,22 +211,18 @@ class Output:
 
     def check_shards(self, split, begun):
         """Raises UserError where the shards of a split are not those that its writer knows."""
-        names = set(list_shards(os.path.join(self.path, split)))
-        known = set()
-        if split in self.writers:
-            known = {shard["name"] for shard in self.writers[split].shards}
+        folder = os.path.join(self.path, split)
+        names = set(list_shards(folder))
+        writer = self.writers.get(split)
+        known = {shard["name"] for shard in writer.shards} if writer else set()
         if gone := known - names:
             raise UserError(
-                f"--output: {os.path.join(self.path, split, min(gone))} is missing, which an interrupted run "
-                f"wrote; put it back, or delete the folder."
+                f"--output: {folder}/{min(gone)} is missing, which an interrupted run wrote; put it back."
             )
-        others = names - known
-        if begun and split in self.writers:
-            # the run may have been killed between writing the next ones and saving its progress
-            next_ones = range(len(known), len(names))
-            others -= set(map(manifest.shard_name, next_ones))
-        if others:
-            raise foreign(os.path.join(self.path, split, min(others)))
+        # a run may have been killed between writing the next ones and saving its progress
+        next_ones = range(len(known), len(names)) if begun and writer else ()
+        if others := names - known - set(map(manifest.shard_name, next_ones)):
+            raise foreign(os.path.join(folder, min(others)))
 
     def finish(self):
         """Write the last shards, then the manifests, and forget the progress."""

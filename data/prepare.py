@@ -2,8 +2,8 @@
 
 python data/prepare.py tinystories
 
-It prints licence, sizes and hours before it begins. Killed at any moment, the same command resumes. data/corpora.json
-lists the corpora; data/tokenize_shards.py does the work, and takes any others.
+It prints licence, sizes and hours before it begins. data/corpora.json lists the corpora; data/tokenize_shards.py does
+the work, and takes any others.
 """
 
 if __name__ == "__main__":
@@ -17,7 +17,6 @@ if __name__ == "__main__":
 
 import json
 import os
-import shutil
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -28,7 +27,7 @@ from data import tokenize_shards
 from data.command_line import run
 from data.encoding import encode_text
 from data.tokenization import load_tokenizer
-from runtime.files import is_remote, read_file, write_file
+from runtime.files import read_file, write_file
 from runtime.messages import say, size
 from runtime.parser import flag, place
 from utils import read_flags
@@ -63,16 +62,11 @@ def announce(corpus, shards):
     rate = shards.workers * len(sample.encode()) / (time.perf_counter() - began)
     read, text, n_tokens = (corpus[name] for name in ("read_bytes", "text_bytes", "tokens"))
     on_disk = size(n_tokens * (2 if encoding.n_vocab <= 2**16 else 4))
-    if not is_remote(shards.output):
-        there = next(filter(Path.exists, Path(shards.output).resolve().parents))
-        on_disk += f" ({size(shutil.disk_usage(there).free)} are free there)"
     say(f"{shards.source}; licence: {corpus['licence']}")
     say(f"about {n_tokens:,.0f} tokens, {size(text)} of text; {size(read)} to read")
     say(f"about {on_disk} of shards in {shards.output}")
     hours = max(0.1, text / rate / 3600)
-    say(
-        f"about {hours:.1f} hours, at {rate / 1e6:.0f} MB/s as measured here now, if the network keeps up"
-    )
+    say(f"about {hours:.1f} hours, at {rate / 1e6:.0f} MB/s as measured; the network may be slower")
 
 
 def main():

@@ -32,8 +32,7 @@ def list_shards(folder):
 
 
 class Cache:
-    """Blocks of remote shards, in a local folder of at most `limit` bytes, which the processes of a host may share. The
-    least recently used ones leave first."""
+    """Blocks of remote shards in a folder of at most `limit` bytes, which processes may share; the least used leave."""
 
     def __init__(self, folder, limit):
         self.folder = folder
@@ -57,8 +56,7 @@ class Cache:
                 f.write(content)
         except OSError as e:
             raise UserError(
-                f"--cache_dir: {path} cannot be written ({e}); make room, or give another folder or a "
-                f"smaller --cache_gb."
+                f"--cache_dir: {path} cannot be written ({e}); make room, give another folder, or less --cache_gb."
             ) from None
         with self.lock:
             self.unseen += len(content)
@@ -113,19 +111,13 @@ class Shard:
     def header(self):
         """(position of the first token, dtype, number of tokens)."""
         try:
-            beginning = self._read_bytes(0, min(self.size, BLOCK, 4096))
-            f = io.BytesIO(beginning.tobytes())
+            f = io.BytesIO(self._read_bytes(0, min(self.size, BLOCK, 4096)).tobytes())
             np.lib.format.read_magic(f)
             shape, _, dtype = np.lib.format.read_array_header_1_0(f)
         except (ValueError, OSError) as e:
-            raise UserError(
-                f"--data: {self.path} is not a readable shard ({e}); make it again."
-            ) from None
+            raise self._damaged(f"it is no .npy file: {e}") from None
         if len(shape) != 1 or dtype.kind not in "ui":
-            raise UserError(
-                f"--data: {self.path} holds {dtype} of shape {shape}; a shard is one row of token "
-                f"ids."
-            )
+            raise self._damaged(f"it holds {dtype} of shape {shape}, not one row of token ids")
         offset, n_tokens = f.tell(), shape[0]
         if offset + n_tokens * dtype.itemsize > self.size:
             raise self._damaged(f"it has {self.size:,} bytes")
@@ -146,8 +138,7 @@ class Shard:
         top = int(ids.view(unsigned).max(initial=0))
         if top >= vocab_size:
             raise UserError(
-                f"--vocab_size {vocab_size}: {self.path} holds token id {top}, beyond the vocabulary; give "
-                f"a larger --vocab_size or other shards."
+                f"--vocab_size {vocab_size}: {self.path} holds token id {top}; give more, or other shards."
             )
         return ids
 
@@ -187,9 +178,7 @@ class Shard:
         try:
             return persist(fetch, self.path)
         except FileNotFoundError:
-            raise UserError(
-                f"--data: {self.path} is missing; put it back or make it again."
-            ) from None
+            raise UserError(f"--data: {self.path} is missing; make it again.") from None
 
     def _is_sound(self, b, content):
         """Whether `content` has the length and, where one is known, the checksum of block b."""

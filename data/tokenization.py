@@ -43,9 +43,7 @@ class HubTokenizer:
         try:
             self.tokenizer = tokenizers.Tokenizer.from_buffer(content)
         except Exception as e:  # the library raises no other class
-            raise UserError(
-                f"--tokenizer {path}: cannot be read as a tokenizer ({e}); copy it again."
-            ) from None
+            raise UserError(f"--tokenizer {path}: is no tokenizer ({e}); copy it again.") from None
         self.tokenizer.encode_special_tokens = True
         # a file may ask for either, for the batches of its own model
         self.tokenizer.no_truncation()
@@ -59,8 +57,7 @@ class HubTokenizer:
         self.bos_token = self.eot_token if begin is None else begin
         if self.eot_token is None:
             raise UserError(
-                f"--tokenizer {path}: has no token {end}; name its end-of-text token as eos_token in the "
-                f"tokenizer_config.json beside it."
+                f"--tokenizer {path}: has no token {end}; name its eos_token in the tokenizer_config.json beside it."
             )
 
     def id_of(self, token):
@@ -87,22 +84,31 @@ class HubTokenizer:
 
 
 def load_tokenizer(name):
-    """The `tiktoken.Encoding` of tiktoken's name of it or of the path or address of a .tiktoken file of ranks; the
-    `HubTokenizer` of a tokenizer.json. Raises UserError."""
+    """The `tiktoken.Encoding` of a name or of a .tiktoken file, or the `HubTokenizer` of a .json. Raises UserError."""
+    import tiktoken
+
     if name.endswith(".json"):
         return HubTokenizer(name)
     if name.endswith(".tiktoken"):
         return load_ranks(name)
-    return load_by_name(name)
+    names = tiktoken.list_encoding_names()
+    if name not in names:
+        raise UserError(
+            f"--tokenizer {name}: neither a file ending in .tiktoken or .json nor one of {', '.join(names)}."
+        )
+    try:
+        return tiktoken.get_encoding(name)
+    except OSError as e:  # requests' errors are OSErrors too
+        raise UserError(
+            f"--tokenizer {name}: cannot be fetched ({type(e).__name__}); name a folder of ranks in TIKTOKEN_CACHE_DIR."
+        ) from None
 
 
 def content_of(path):
     """Bytes of a tokenizer's file, local or remote. Raises UserError."""
     content = read_file(path)
     if content is None:
-        raise UserError(
-            f"--tokenizer {path}: there is no such file; data/train_tokenizer.py makes .tiktoken files."
-        )
+        raise UserError(f"--tokenizer {path}: there is no such file; give another.")
     return content
 
 
@@ -117,10 +123,9 @@ def load_ranks(path):
             token, rank = line.split()
             ranks[base64.b64decode(token)] = int(rank)
         # tiktoken itself panics at others
-        if sorted(ranks.values()) != list(range(len(ranks))):
-            raise ValueError("its ranks are not 0, 1, 2, ..., each once")
-        if any(bytes([b]) not in ranks for b in range(256)):
-            raise ValueError("it lacks one of the 256 bytes")
+        every_byte = all(bytes([b]) in ranks for b in range(256))
+        if not every_byte or sorted(ranks.values()) != list(range(len(ranks))):
+            raise ValueError("not all bytes are in it, or not the ranks 0, 1, 2, ..., each once")
     except ValueError as e:
         raise UserError(f"--tokenizer {path}: not a file of tiktoken ranks ({e}).") from None
     return tiktoken.Encoding(
@@ -135,24 +140,6 @@ def dump_ranks(ranks):
     """The bytes of a file of tiktoken ranks, {token bytes: rank}."""
     tokens = sorted(ranks, key=ranks.get)
     return b"".join(base64.b64encode(token) + b" %d\n" % ranks[token] for token in tokens)
-
-
-def load_by_name(name):
-    """tiktoken's encoding of this name, which it may fetch from the network. Raises UserError."""
-    import tiktoken
-
-    names = tiktoken.list_encoding_names()
-    if name not in names:
-        raise UserError(
-            f"--tokenizer {name}: neither a file ending in .tiktoken or .json nor one of {', '.join(names)}."
-        )
-    try:
-        return tiktoken.get_encoding(name)
-    except OSError as e:  # requests' errors are OSErrors too
-        raise UserError(
-            f"--tokenizer {name}: its ranks cannot be fetched ({type(e).__name__}); where there is no "
-            f"network, put them into a folder and name it in TIKTOKEN_CACHE_DIR."
-        ) from None
 
 
 def text_of(encoding, ids):
@@ -218,30 +205,25 @@ def meaning(encoding):
     return tokens, list(dict.fromkeys(merged))  # some files list all pairs that make a token
 
 
-def same_tokens(one, other):
-    """Whether the ids of text in tokenizer `other` mean the same in `one`: its end of text, all tokens but the special
-    ones, and the order of the merges are equal."""
-    end = other.eot_token
-    if tokens_of(one).get(end) != tokens_of(other)[end]:
-        return False
-    return meaning(one) == meaning(other)
-
-
 def made_shards(encoding, name, sha256):
-    """Whether shards were made with a tokenizer; None where nothing tells. name, sha256: of the one that made them."""
+    """Whether shards were made with a tokenizer, by `name` and `sha256`, or one whose end of text, tokens but special
+    ones, and order of the merges are the same; None where nothing tells."""
     if sha256 == content_sha256(encoding):
         return True
     if sha256 and not name.endswith(".json") and not isinstance(encoding, HubTokenizer):
         return False  # both hashes are of ranks
+    if not name:
+        return None
     try:
-        return same_tokens(encoding, load_tokenizer(name)) if name else None
+        other = load_tokenizer(name)
     except UserError:  # shards that were copied without it, or no network
         return None
+    end, its_end = (tokens_of(one).get(other.eot_token) for one in (encoding, other))
+    return end == its_end and meaning(encoding) == meaning(other)
 
 
 def shards_tokenizer(root, manifest, flag=""):
-    """Name or file of the tokenizer of shards below `root`: --tokenizer, which is `flag`, or what their manifest names;
-    "" where neither does."""
+    """Name or file of the tokenizer of shards below `root`: of --tokenizer, `flag`, or of their manifest; or ""."""
     return flag or in_folder(root, manifest.get("tokenizer", ""))
 
 
@@ -251,8 +233,7 @@ def in_folder(folder, name):
 
 
 def keep_tokenizer(folder, name):
-    """Copy the files of the tokenizer `name`, if it has any, into a folder; returns the name that it has there. Raises
-    UserError where there are others of these names."""
+    """Copy the files of the tokenizer `name`, if any, into a folder; returns its name there. Raises UserError."""
     ending = os.path.splitext(name)[1]
     if ending not in TOKENIZER_FILES:
         return name

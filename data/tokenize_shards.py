@@ -28,7 +28,6 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from data import manifest
 from data.command_line import VAL_FRACTION, Source, no_text, run
 from data.encoding import encode_document
 from data.output import Output
@@ -73,8 +72,7 @@ def parse():
     source = Path(args.source).resolve()
     output = Path(args.output).resolve()
     above = [output, *output.parents]
-    inside = source in above or any(path.match(str(source)) for path in above)
-    if local and inside:
+    if local and any(path == source or path.match(str(source)) for path in above):
         raise UserError(
             f"--output {args.output}: must not lie in --source {args.source}, whose files are documents."
         )
@@ -97,18 +95,14 @@ def tokenize(args):
             say(f"{args.output}: {summary}; {time.monotonic() - start:.1f} s")
             return
         output.forget_progress()
-    say(f"{args.output}: these shards are there already, nothing to do")
-    if source.was_written_after(os.path.join(args.output, "train", manifest.NAME)):
-        words = "--source: files were written after these shards; delete the folder if their text has changed"
-        warn("newer", words)
+    same = "shards of files with these names and sizes"
+    say(f"{args.output}: {same} are there already, nothing to do; delete it if a text has changed")
 
 
 def settings_of(args, source, encoding):
     """{setting: value} of the manifest, in which shards must agree to be the same."""
     kind = os.path.splitext(args.tokenizer)[1]
-    where = args.source
-    if os.path.exists(where):
-        where = os.path.abspath(where)
+    where = os.path.abspath(args.source) if os.path.exists(args.source) else args.source
     return {
         "source": where,
         **source.identity,
@@ -127,18 +121,22 @@ def write(args, source, output, encoding):
     output.begin(args.tokenizer)
     if output.validation == ENDS:
         share = f"{100 * args.val_fraction:g}%"
-        say(
-            f"{args.output}: too few documents to hold whole ones out: val is the last {share} of each"
-        )
+        say(f"{args.output}: too few documents to hold some out: val is the last {share} of each")
     fill(args, source, output, encoding)
-    totals = Counter()
-    for writer in output.writers.values():
-        totals += writer.totals
+    totals = sum((writer.totals for writer in output.writers.values()), Counter())
     damaged = ""
     if totals["damaged_files"] + totals["damaged_records"]:
         files = many(totals["damaged_files"], "damaged file")
         damaged = f"{files} and {many(totals['damaged_records'], 'damaged record')} left out"
-    check_text(args, output.writers, totals, damaged)
+    if not totals["documents"]:
+        empty = many(totals["empty_documents"], "empty document")
+        raise no_text(args, f"{empty}, {damaged}" if damaged else empty)
+    for split, writer in output.writers.items():
+        if not writer.totals["documents"]:
+            raise UserError(
+                f"--val_fraction {args.val_fraction}: there is no text for {split} in "
+                f"{many(totals['documents'], 'document')}; give more text or another fraction, of which 0 makes no val."
+            )
     output.finish()
     if n := totals["replaced_characters"]:
         documents = many(totals["replaced_documents"], "document")
@@ -148,19 +146,15 @@ def write(args, source, output, encoding):
     summaries = []
     for split, writer in output.writers.items():
         documents = many(writer.totals["documents"], "document")
-        summaries.append(f"{split} {writer.n_tokens:,} tokens of {documents}")
+        summaries.append(f"{split} {writer.manifest()['tokens']:,} tokens of {documents}")
     if n := totals["duplicate_documents"]:
-        among = "among them (--drop_duplicates leaves them out)"
-        how = "left out" if args.drop_duplicates else among
+        how = "left out" if args.drop_duplicates else "kept (--drop_duplicates leaves them out)"
         summaries.append(f"{many(n, 'exact duplicate')} {how}")
     return ", ".join(summaries)
 
 
 def fill(args, source, output, encoding):
     """Write what there is in the source from the output's position on."""
-    start = processes if args.workers > 1 else None
-    if args.ray:
-        start = ray_actors
     encode = functools.partial(
         encode_document,
         encoding,
@@ -169,6 +163,7 @@ def fill(args, source, output, encoding):
         args.val_fraction,
         output.validation,
     )
+    start = ray_actors if args.ray else processes if args.workers > 1 else None
     done = output.position.get("done", 0)
     bar = tqdm(total=source.total, initial=done, unit="B", unit_scale=True, disable=None)
     with bar:  # which only a terminal shows
@@ -180,19 +175,6 @@ def fill(args, source, output, encoding):
             output.add(batch, position)
             bar.set_postfix_str(f"{position['documents']:,} documents", refresh=False)
             bar.update(position["done"] - bar.n)
-
-
-def check_text(args, writers, totals, damaged):
-    """Raises UserError where a split has no text. damaged: what was left out, in words."""
-    n_documents = many(totals["documents"] + totals["empty_documents"], "document")
-    if not totals["documents"]:
-        raise no_text(args, f"{n_documents}, all of them empty; {damaged}".rstrip("; "))
-    for split, writer in writers.items():
-        if not writer.totals["documents"]:
-            raise UserError(
-                f"--val_fraction {args.val_fraction}: there is no text for {split} in {n_documents}; give more text "
-                f"or another fraction, of which 0 makes no val."
-            )
 
 
 if __name__ == "__main__":

@@ -101,18 +101,14 @@ def main():
     args, start = parse(), time.monotonic()
     texts = sample(open_source(args))
     if not any(texts):
-        raise no_text(args, many(len(texts), "document"))
+        raise no_text(args, many(len(texts), "empty document"))
     tokenizer = train(texts, args.vocab_size - 1)
     most = tokenizer.get_vocab_size() + 1
     if most < args.vocab_size:
-        raise UserError(
-            f"--vocab_size {args.vocab_size}: the text of --source {args.source} yields {most} at most."
-        )
+        raise UserError(f"--vocab_size {args.vocab_size}: the text yields {most} at most.")
     ranks = dump_ranks(to_ranks(tokenizer))
     if read_file(args.output) not in (None, b"", ranks):
-        raise UserError(
-            f"--output {args.output}: is there already with other content; give another name, or remove it."
-        )
+        raise UserError(f"--output {args.output}: is there with other content; give another.")
     write_file(args.output, ranks)
     say(f"{args.output}: {args.vocab_size} tokens, {time.monotonic() - start:.1f} s")
 

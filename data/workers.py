@@ -36,29 +36,22 @@ def work(pipe, encode):
             pipe.send(answer)
 
 
-def start_process(encode):
-    """The program's end of the pipe of a new worker."""
-    context = get_context("spawn")
-    pipe, its_end = context.Pipe()
-    resource_tracker.ensure_running()  # whose first start unblocks signals
-    with interrupts.ending:  # a signal in between would leave half a process
-        # processes that start here ignore Ctrl-C, which a terminal sends to them too
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-        context.Process(target=work, args=(its_end, encode), daemon=True).start()
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    its_end.close()
-    return pipe
-
-
 @contextmanager
 def processes(workers, encode):
-    """(function that submits a batch, function that waits for its result), on this machine's processes. Raises
-    UserError where a worker is killed."""
+    """(function that submits a batch, function that waits for its result), on processes here. Raises UserError."""
     pipes, own = [], threading.local()
 
     def begin():
-        own.pipe = start_process(encode)
+        context = get_context("spawn")
+        own.pipe, its_end = context.Pipe()
         pipes.append(own.pipe)
+        resource_tracker.ensure_running()  # whose first start unblocks signals
+        with interrupts.ending:  # a signal in between would leave half a process
+            # processes that start here ignore Ctrl-C, which a terminal sends to them too
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+            context.Process(target=work, args=(its_end, encode), daemon=True).start()
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        its_end.close()
 
     def encode_there(batch):
         own.pipe.send(batch)
@@ -73,7 +66,7 @@ def processes(workers, encode):
     except (EOFError, ConnectionError):
         time.sleep(0.5)  # a signal that ended them all ends this process too, and says so
         raise UserError(
-            f"--workers {workers}: one was killed, as happens when memory is short; try fewer."
+            f"--workers {workers}: one was killed, as when memory is short; try fewer."
         ) from None
     finally:
         for pipe in pipes:

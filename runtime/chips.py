@@ -96,13 +96,7 @@ LARGEST = dict(v2=256, v3=1024, v4=4096, v5e=256, v5p=6144, v6e=256, v7x=9216)
 # dims of slices below a cube of 64 chips
 BELOW_A_CUBE = {4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4)}
 BY_NAME = {name.lower(): chip for name, chip in CHIPS.items()}
-OTHER_NAMES = {
-    "v5litepod": "v5e",
-    "tpu7x": "v7x",
-    "a100-80gb": "a100",
-    "4090": "rtx4090",
-    "3090": "rtx3090",
-}
+OTHER_NAMES = {"v5litepod": "v5e", "tpu7x": "v7x", "a100-80gb": "a100"}
 MACHINES = [
     r"(?:(?P<groups>\d+)[*x])?(?P<kind>v\w+|tpu7x)-(?P<number>\d+)",  # v4-32
     r"(?:(?P<groups>\d+)\*)?(?P<kind>v\w+):(?P<dims>[\dx]*\d)",  # v4:2x2x4
@@ -112,35 +106,31 @@ MACHINES = [
 
 
 def parse_machine(name):
-    """(slices or hosts, Chip, dims of a slice or number of GPUs) of a machine; None where it is none. Raises UserError
-    where Google sells no such slice."""
+    """(slices or hosts, Chip, dims of a slice or number of GPUs) of a machine, or None. Raises UserError."""
     for pattern in MACHINES:
         found = re.fullmatch(pattern, name.lower())
         kind = found and OTHER_NAMES.get(found["kind"], found["kind"])
         chip = BY_NAME.get(kind)
         if chip and chip.gpu == (pattern in MACHINES[2:]):
             values = found.groupdict()
-            dims = tuple(map(int, (values["dims"] or "1").split("x"))) if "dims" in values else ()
-            return (
-                int(found["groups"] or 1),
-                chip,
-                dims or slice_dims(chip, int(found["number"]), name),
-            )
+            if "dims" in values:
+                dims = tuple(map(int, (values["dims"] or "1").split("x")))
+            else:
+                dims = slice_dims(chip, int(found["number"]), name)
+            return int(found["groups"] or 1), chip, dims
     return None
 
 
 def slice_dims(chip, number, name):
     """The dims of a slice that Google names by its TensorCores, two a chip, or of v5e and v6e, by its chips."""
     cores = 1 if (chip.dims, chip.cores) == (2, 1) else 2
-    sizes = [n for n in range(1, LARGEST[chip.name] + 1) if dims_of(chip, n)]
-    if number % cores or number // cores not in sizes:
-        near = sorted(sorted(sizes, key=lambda n: abs(n * cores - number))[:2])
-        first, second = (f"{chip.name}-{n * cores}" for n in near)
+    n, rest = divmod(number, cores)
+    dims = dims_of(chip, n) if n <= LARGEST[chip.name] else ()
+    if rest or not dims:
         unit = "chips" if cores == 1 else "TensorCores, two a chip"
-        raise UserError(
-            f"--plan {name}: there is no such slice; the number counts {unit}, and near it are {first} and {second}."
-        )
-    return dims_of(chip, number // cores)
+        words = f"there is no such slice; the number counts {unit}, as in {chip.name}-16"
+        raise UserError(f"--plan {name}: {words}.")
+    return dims
 
 
 def dims_of(chip, n):
@@ -149,7 +139,7 @@ def dims_of(chip, n):
     if chip.dims == 2:
         side = 2 ** ((n.bit_length() - 1) // 2)
         return (side, n // side) if n.bit_count() == 1 and n != 2 else ()
-    if n % 64:
+    if n % 64 or n == 0:
         return BELOW_A_CUBE.get(n, ())
     sides = [side for side in range(1, n // 64 + 1) if n // 64 % side == 0]
     shapes = itertools.combinations_with_replacement(sides, 3)

@@ -25,7 +25,6 @@ def is_remote(path):
     return "://" in path
 
 
-EXTRAS = {"gs": "gs", "gcs": "gs", "s3": "s3"}  # of setup_tpu.sh, which bring a storage's package
 # They would print a traceback of each failed try; `persist` reports failures in a sentence.
 LIBRARIES = "gcsfs", "s3fs", "fsspec", "google", "aiohttp", "aiobotocore", "botocore", "asyncio"
 
@@ -46,12 +45,9 @@ def filesystem(path):
     try:
         return fsspec.core.url_to_fs(path, **settings)
     except (ImportError, ValueError) as e:
-        words = f"is no address that can be used ({e})"
-        if kind in EXTRAS and isinstance(e, ImportError):
-            words = (
-                f"the package for this storage is missing; bash setup_tpu.sh {EXTRAS[kind]} adds it"
-            )
-        raise UserError(f"{path}: {words}.") from None
+        raise UserError(
+            f"{path}: is no address that can be used ({e}); bash setup_tpu.sh gs, or s3, adds the package for that."
+        ) from None
 
 
 # Seconds before each further try; storage that fails for a minute costs no run.
@@ -74,8 +70,7 @@ def persist(work, path):
             late = time.monotonic() > began + sum(WAITS)  # libraries have tried again, too
             if pause is None or late or (tries == 3 and is_denied(e)):
                 raise UserError(
-                    f"{path} cannot be used ({said}); check that the storage exists and that this machine's "
-                    f"credentials give access to it."
+                    f"{path} cannot be used ({said}); check that it exists and your credentials give access to it."
                 ) from None
             if pause == 4:
                 warn(f"{path} ({said}); trying again")
@@ -84,10 +79,9 @@ def persist(work, path):
 
 def is_denied(error):
     """Whether an error of a library for storage means missing rights."""
-    if isinstance(error, PermissionError) or str(error).startswith("Forbidden"):
-        return True
     missing = type(error).__name__ in ("DefaultCredentialsError", "NoCredentialsError")
-    return missing or getattr(error, "code", None) in (401, 403)
+    denied = isinstance(error, PermissionError) or str(error).startswith("Forbidden")
+    return missing or denied or getattr(error, "code", None) in (401, 403)
 
 
 def ask(path, method, *args, **settings):
@@ -106,12 +100,9 @@ def names_in(folder):
 
 
 def check_plain(path):
-    """Raises OSError where no plain file can be at the local `path`: it would take the place of a folder, a device or a
-    pipe, or of a file that may not be written."""
-    if path.endswith("/") or os.path.isdir(path):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    """Raises OSError where no plain file can be written at the local `path`, as where a folder or a pipe is."""
     with contextlib.suppress(FileNotFoundError):
-        if not stat.S_ISREG(os.stat(path).st_mode):
+        if path.endswith("/") or not stat.S_ISREG(os.stat(path).st_mode):
             raise OSError(errno.EINVAL, "it is no plain file")
         if not os.access(path, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
@@ -180,9 +171,7 @@ def write_file(path, content):
         with replacing(path) as f:
             f.write(content)
     except OSError as e:
-        raise UserError(
-            f"{path} cannot be written ({e.strerror}); give another place, with enough room."
-        ) from None
+        raise UserError(f"{path} cannot be written ({e.strerror}); give another place.") from None
 
 
 def check_place(path, flag):
@@ -194,9 +183,7 @@ def check_place(path, flag):
             at = os.path.dirname(at)
         tempfile.TemporaryFile(dir=at).close()
     except OSError as e:
-        raise UserError(
-            f"{flag} {path}: cannot be written ({e.strerror}); give another place."
-        ) from None
+        raise UserError(f"{flag} {path}: cannot be written ({e.strerror}); give another.") from None
 
 
 def read_file(path):

@@ -60,9 +60,8 @@ def begin(words="interrupted"):
 
 
 def run(program):
-    """What every program ends with: run `program()` and end the process, with the status that it returns or 0, with 2
-    and a sentence after a UserError, 130 after Ctrl-C, or 141 without a word where the reader of its output has left,
-    as head does."""
+    """What every program ends with: run `program()` and end the process, with the status that it returns or 0, or as
+    `messages.one_sentence` does, or with 130 after Ctrl-C."""
     import multiprocessing
 
     from runtime import messages

@@ -28,16 +28,15 @@ def this_process():
 
 
 def holder_in(content):
-    """What the content of a lock records of its holder: {} where it is torn."""
-    try:
-        return json.loads(content)
-    except ValueError:
-        return {}
+    """What the content of a lock, which may be torn, records of its holder."""
+    unknown = {"pid": "?", "host": "a host", "since": "some time"}
+    with contextlib.suppress(ValueError, TypeError):
+        return unknown | json.loads(content)
+    return unknown
 
 
 def system_lock(file):
-    """Whether this process now has the system's lock of an open file, which ends with the process; None where the file
-    system has no such locks."""
+    """Whether this process now has the system's lock of an open file; None where the file system has none."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -48,8 +47,7 @@ def system_lock(file):
 
 
 def lock_file(path, in_use):
-    """Lock a local folder, made if need be, by the file `path`: (what a dead holder left in it, function that releases
-    the folder). Raises in_use(content, is it alive) where another process holds it, and OSError."""
+    """Lock a local folder by the file `path`: (what a dead holder left in it, function that releases it), or raise."""
     folder = os.path.dirname(path) or "."
     is_new = not os.path.lexists(folder)
     os.makedirs(folder, exist_ok=True)
@@ -58,7 +56,7 @@ def lock_file(path, in_use):
     file.seek(0)
     left = file.read()
     # The system knows of the processes of this machine, and not always of others.
-    here = holder_in(left).get("host") == socket.gethostname()
+    here = holder_in(left)["host"] == socket.gethostname()
     held = locked is False or not is_at(file, path)  # its holder may have removed it just now
     if held or (left and not (locked and here)):
         file.close()
@@ -68,8 +66,8 @@ def lock_file(path, in_use):
         if is_at(file, path):
             os.remove(path)
         file.close()
-        if is_new and not os.listdir(folder):
-            os.rmdir(folder)
+        if is_new:
+            os.rmdir(folder)  # where nothing is in it
 
     file.truncate(0)
     file.write(this_process())
@@ -86,31 +84,25 @@ def is_at(file, path):
 def lock_object(path, in_use):
     """`lock_file` of a remote folder, by an object that is created only where there is none."""
     mine = this_process()
-    left = read_file(path)
-    if left is not None:
-        if not has_ended(holder_in(left)):
+    left = read_file(path) or b""
+    if left:
+        holder = holder_in(left)
+        may_run = holder["pid"] != os.getpid() and os.path.exists(f"/proc/{holder['pid']}")
+        if may_run or holder["host"] != socket.gethostname():
             raise in_use(left, False)
         ask(path, "rm_file")
     try:
         ask(path, "pipe_file", mine, mode="create")
     except FileExistsError:
-        now = read_file(path)
+        now = read_file(path) or b""
         if now != mine:  # another process was faster; else a try whose answer got lost
-            raise in_use(now or b"", False) from None
+            raise in_use(now, False) from None
 
     def release():
         if read_file(path) == mine:
             ask(path, "rm_file")
 
-    return left or b"", release
-
-
-def has_ended(holder):
-    """Whether the holder of a lock was a process of this machine that has ended."""
-    if holder.get("host") != socket.gethostname():
-        return False
-    pid = holder.get("pid")
-    return pid == os.getpid() or not os.path.exists(f"/proc/{pid}")
+    return left, release
 
 
 @contextlib.contextmanager
@@ -124,7 +116,7 @@ def alone_in(folder, flag, other):
     lock = lock_object if is_remote(folder) else lock_file
 
     def in_use(content, alive):
-        holder = {"pid": "?", "host": "a host", "since": "some time"} | holder_in(content)
+        holder = holder_in(content)
         who = f"process {holder['pid']} on {holder['host']} has been writing to {folder} since {holder['since']}"
         advice = "wait for its end, or" if alive else f"if it runs no more, remove {path}, else"
         return UserError(f"{flag}: {who}; {advice} give another {other}.")
@@ -139,7 +131,7 @@ def alone_in(folder, flag, other):
         if not is_remote(folder):
             remove_parts(folder)
         if left:
-            pid = holder_in(left).get("pid", "?")
+            pid = holder_in(left)["pid"]
             say(f"{folder} is taken over from process {pid}, which ended without releasing it")
         yield
     finally:

@@ -20,8 +20,7 @@ def first_line(error):
 
 
 def one_sentence(program):
-    """Run `program()`; a UserError becomes one line on stderr and exit status 2, without a traceback. Where the reader
-    of its output has left, as head does, the status is 141, without a word."""
+    """Run `program()`; a UserError becomes one line and status 2, a reader of its output that has left status 141."""
     try:
         done = program()
         sys.stdout.flush()

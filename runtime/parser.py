@@ -105,25 +105,21 @@ def wanted(f):
     return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[one]
 
 
+def is_place(f):
+    return f.metadata.get("positional", False)
+
+
 def shown(f):
     """A field as a message names it."""
-    return f.name if f.metadata.get("positional") else f"--{f.name}"
-
-
-def first_word(f):
-    """In words: where a place stands and what it takes; "" of a flag."""
-    if not f.metadata.get("positional"):
-        return ""
-    one_of = f", {wanted(f)}" if get_args(type_of(f)[0]) else ""
-    return f", the word that comes before all flags{one_of}"
+    return f.name if is_place(f) else f"--{f.name}"
 
 
 def value_of(f, words):
     """The value of a field that words mean. Raises UserError where they mean none."""
     one, n = type_of(f)
     choices = get_args(one)
-
-    def convert(word):
+    values = []
+    for word in words:
         value = os.path.expanduser(word) if f.metadata.get("path") else word
         if not choices:
             with contextlib.suppress(ValueError):
@@ -131,10 +127,8 @@ def value_of(f, words):
         if must := unmet(f, value):
             near = nearest(word, choices)
             raise UserError(f"{shown(f)} {word:.40}: must be {must}{near}; see --help.")
-        return value
-
-    values = tuple(map(convert, words))
-    return values[0] if n in (0, 1) else values
+        values.append(value)
+    return values[0] if n in (0, 1) else tuple(values)
 
 
 def value_in_file(f, value):
@@ -173,8 +167,6 @@ def unmet(f, value):
 # --- Command line --------------------------------------------------------------------------------------------------
 
 FLAG = re.compile(r"--?[A-Za-z]")  # how a flag begins; texts may begin with other hyphens
-# what other programs take after a switch
-TRUTHS = set("true false yes no on off 0 1".split())
 # lines of flags as nanoGPT, nanochat, Hugging Face, torchtitan, MaxText and lm_eval call them, each with what is said
 FOREIGN = os.path.join(os.path.dirname(__file__), "foreign_flags.txt")
 
@@ -187,7 +179,7 @@ def read_words(kind, argv, program, others=None, defaults=None):
     """
     own = fields_of(kind)
     known = (fields_of(others) if others else {}) | own
-    places = [f for f in own.values() if f.metadata.get("positional")]
+    places = list(filter(is_place, own.values()))
     words = list(argv)
     given = {}
     rest = []
@@ -219,7 +211,8 @@ def read_words(kind, argv, program, others=None, defaults=None):
         sys.exit()
     for name, f in own.items():
         if name not in given and f.default is dataclasses.MISSING:
-            raise UserError(f"{shown(f)}: is missing{first_word(f)}; see --help.")
+            where = ", the word that comes before all flags" if is_place(f) else ""
+            raise UserError(f"{shown(f)}: is missing{where}; see --help.")
     return given, rest
 
 
@@ -236,9 +229,8 @@ def read_flag(word, words, known):
         near = nearest(flag, [f"--{n}" for n in by_name])
         raise UserError(f"{flag}: there is no such flag{near}; see --help.")
     _, n = type_of(f)
-    if n == 0 and (equals or (words and words[0].lower() in TRUTHS)):
-        given = word if equals else f"{word} {words[0]}"
-        raise UserError(f"{given:.40}: takes no value; give --{f.name} or --no_{f.name} alone.")
+    if n == 0 and equals:
+        raise UserError(f"{word:.40}: takes no value; give --{f.name} or --no_{f.name} alone.")
     if n == 0:
         return f, [name == f.name]
     if equals:
@@ -252,36 +244,24 @@ def read_flag(word, words, known):
 
 
 def foreign(name, known):
-    """In words: what a flag of another program is here, in a program with the flags `known`; "" where that is not
-    known."""
+    """In words: what a flag of another program is here, in a program with the flags `known`, or ""."""
     name = name.split(".")[-1]  # torchtitan's have their group before them
     with open(FOREIGN) as f:
         lines = f.read().splitlines()
-    said = ""
     for names, words in zip(lines[::2], lines[1::2]):
         named = re.findall(r"--(?:no_)?(\w+)|\b(MODEL)\b", words)
-        if {name, name.removeprefix("no_")} & {*names.split()}:
-            said = "belongs to another program here"
-            if known.keys() >= {flag or place.lower() for flag, place in named}:
-                return words.strip()
-    return said
+        needed = {flag or place.lower() for flag, place in named}
+        if {name, name.removeprefix("no_")} & {*names.split()} and known.keys() >= needed:
+            return words.strip()
+    return ""
 
 
 def stray(word, known):
-    """The UserError for a word that no flag takes: what it should have been, where that can be told."""
-    name, equals, value = word.partition("=")
-    said = "belongs to no flag"
-    if equals and re.fullmatch(r"[A-Za-z][\w.]*", name):  # as MaxText has them
-        f, _ = read_flag(f"--{word}", [], known)
+    """The UserError for a word that no flag takes."""
+    said = "belongs to no flag: each value comes after its flag, and a switch takes none"
+    if re.match(r"[A-Za-z][\w.]*=", word):  # as MaxText has them
+        f, (value,) = read_flag(f"--{word}", [], known)
         said = f"begins with no hyphens; give --{f.name} {value}"
-    elif re.search(r"\.(py|ya?ml|toml|json)$", word) and "preset" in known:
-        said += "; a file of flags is --config FILE.json, and a model with its settings is --preset NAME"
-    elif "source" in known and os.path.exists(word):
-        said += f"; give --source {word}"
-    elif "preset" in known:
-        said += ": each value comes after its flag, as in --preset tiny; switches such as --wandb take none"
-    elif "prompt" in known:
-        said += "; give --prompt with the text"
     return UserError(f"{word!r:.40}: {said}; see --help.")
 
 
@@ -302,7 +282,7 @@ def texts_below(kind):
 def help_of(kind, program, defaults, whole):
     """What --help prints of the dataclass `kind`: the flags of a first week, or all of them if `whole`."""
     fields = fields_of(kind)
-    places = [shown(f).upper() for f in fields.values() if f.metadata.get("positional")]
+    places = [f.name.upper() for f in filter(is_place, fields.values())]
     usage = " ".join([f"usage: python {program}", *places, "[--flag value ...] [--help]"])
     lines = [usage, "", inspect.cleandoc(kind.__doc__), ""]
     groups = [f.type for f in dataclasses.fields(kind) if dataclasses.is_dataclass(f.type)]

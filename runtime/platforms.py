@@ -3,7 +3,6 @@
 python runtime/platforms.py     prints what this machine computes on: tpu, gpu or cpu (setup_tpu.sh asks so)
 """
 
-import contextlib
 import functools
 import glob
 import importlib.util
@@ -11,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 # Flags for XLA by platform. Simulated CPU devices share few cores, so a device may wait long for its peers. TPUs and
 # GPUs compute while bytes travel.
@@ -24,7 +24,6 @@ XLA_FLAGS = {
         "--xla_tpu_enable_async_all_to_all=true",
         "--xla_enable_async_all_gather=true",
         "--xla_tpu_enable_async_collective_fusion=true",
-        "--xla_tpu_enable_async_collective_fusion_fuse_all_gather=true",
         "--xla_tpu_enable_async_collective_fusion_fuse_all_reduce=true",
         "--xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter=true",
     ],
@@ -42,10 +41,10 @@ def accelerator():
         return "gpu"
     if glob.glob("/dev/accel[0-9]*"):
         return "tpu"
-    # vfio hands any device to a program
-    if glob.glob("/dev/vfio/[0-9]*") and has_google_chip():
-        return "tpu"
-    return "cpu"
+    # vfio hands any device to a program: a TPU is by Google
+    vendors = glob.glob("/sys/bus/pci/devices/*/vendor") if glob.glob("/dev/vfio/[0-9]*") else []
+    is_tpu = any(Path(path).read_text().strip() == "0x1ae0" for path in vendors)
+    return "tpu" if is_tpu else "cpu"
 
 
 def platform():
@@ -72,21 +71,10 @@ def nvidia_smi_lists_gpus():
     return listed.stdout.startswith("GPU")
 
 
-def has_google_chip():
-    """Whether a chip by Google, which makes TPUs, is on the PCI bus."""
-    for path in glob.glob("/sys/bus/pci/devices/*/vendor"):
-        with contextlib.suppress(OSError), open(path) as f:
-            if f.read().strip() == "0x1ae0":
-                return True
-    return False
-
-
 def set_xla_flags(n_devices, num_processes=1):
     """Add this platform's XLA flags to the environment; what the user has set there stays and wins. Of n_devices
-    simulated ones each process gets its part.
-
-    Without an accelerator jax looks for none: where a plugin is installed, as for --plan, it would complain.
-    """
+    simulated ones each process gets its part."""
+    # jax would complain where a plugin is installed, as for --plan, and no accelerator is there
     if not os.environ.get("JAX_PLATFORMS") and accelerator() == "cpu":
         choose_cpu()
     # the TPU compiler has a variable of its own

@@ -2,12 +2,10 @@
 
 import contextlib
 import faulthandler
-import ipaddress
 import math
 import os
 import re
 import signal
-import socket
 import statistics
 import sys
 import threading
@@ -47,7 +45,12 @@ def join_processes(cfg):
     # That service would swallow SIGTERM from here on; `Interrupt` makes a signal known to all processes.
     jax.config.update("jax_enable_preemption_service", False)
     limit = 3 * run.peer_timeout  # machines do not all start at one moment
-    late = threading.Timer(limit, end_too_late, [run, limit])
+    # else jax would end in a stack trace
+    words = (
+        f"error: --peer_timeout {run.peer_timeout}: the processes did not all meet within {limit} s; does the same "
+        f"command run on every host, each with its own --process_id, and can all reach --coordinator?"
+    )
+    late = threading.Timer(limit, interrupts.end, [1, words])  # not 2: another try may succeed
     late.daemon = True
     late.start()
     try:
@@ -69,60 +72,31 @@ def join_processes(cfg):
         late.cancel()
     if run.n_devices not in (0, jax.device_count()):
         raise UserError(
-            f"--n_devices {run.n_devices}: {jax.process_count()} processes train on all devices that they have, "
-            f"{jax.device_count()}."
+            f"--n_devices {run.n_devices}: several processes train on all their devices, {jax.device_count()}."
         )
 
 
+LOOPBACK = "localhost", "127.0.0.1", "[::1]"  # which no other machine reaches
+
+
 def meeting_place(run):
-    """Arguments of `jax.distributed.initialize`: those that --coordinator tells, else none. Process 0 listens only on
-    the addresses of its host where it has them all."""
+    """Arguments of `jax.distributed.initialize`: those that --coordinator tells, else none."""
     if not run.coordinator:
         return {}
     host, port = run.coordinator.rsplit(":", 1)
-    bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", run.coordinator)
-    if bind == run.coordinator and not is_reachable(host.strip("[]")):
-        # by itself jax listens on [::], which a machine without IPv6 does not have
-        bind = f"[::]:{port}" if host[0] == "[" else f"0.0.0.0:{port}"
-        if run.process_id == 0:
-            words = f"{host} leads others to no address of this machine; listening on all"
-            say(f"--coordinator {run.coordinator}: {words} interfaces")
+    # by itself jax listens on [::], which a machine without IPv6 does not have
+    every = "[::]" if host[0] == "[" else "0.0.0.0"
+    bind = run.coordinator if host in LOOPBACK else f"{every}:{port}"
     return dict(
         coordinator_address=run.coordinator,
         num_processes=run.num_processes,
         process_id=run.process_id,
-        coordinator_bind_address=bind,
+        coordinator_bind_address=os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", bind),
     )
-
-
-def is_reachable(host):
-    """Whether others reach a process that listens only where `host`, a name or an address, leads on this machine."""
-    is_name = ":" not in host and re.search("[A-Za-z]", host) and "localhost" not in host
-    try:
-        for family, _, _, _, (address, *_) in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
-            if not ipaddress.ip_address(address).is_loopback:
-                socket.create_server((address, 0), family=family).close()
-            elif is_name:  # Debian gives a machine's own name 127.0.1.1
-                return False
-    except OSError:
-        return False
-    return True
-
-
-def end_too_late(run, limit):
-    """End this process because the others did not come within `limit` seconds: jax would end in a stack trace."""
-    where = f" at --coordinator {run.coordinator}" if run.coordinator else ""
-    words = (
-        f"error: --peer_timeout {run.peer_timeout}: the processes did not all meet{where} within {limit} s; is the "
-        f"same command running on every host, each with its own --process_id, and can that be reached?"
-    )
-    interrupts.end(1, words)  # not 2: another try may succeed
 
 
 def all_of(here):
     """Whether `here` is true on every process; waits for all of them."""
-    if jax.process_count() == 1:
-        return here
     return bool(multihost_utils.process_allgather(np.array(here)).all())
 
 
@@ -153,8 +127,7 @@ def on_main_process(work):
 
 @contextlib.contextmanager
 def alone_in_folder(run):
-    """Hold the run directory for the processes of this run, by process 0, before any of them writes there. Raises
-    UserError on all of them where another run holds it or it cannot be written."""
+    """Hold the run directory for the processes of this run, by process 0. Raises UserError on all of them."""
     with contextlib.ExitStack() as held:
         lock = locks.alone_in(run.folder, f"--output_dir {run.output_dir}", "--name")
         on_main_process(lambda: held.enter_context(lock))

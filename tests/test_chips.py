@@ -2,16 +2,12 @@
 
 import importlib.util
 import os
-from types import SimpleNamespace
 from unittest import mock
 
-import jax
-import numpy as np
 import pytest
-from conftest import ROOT, small_config
+from conftest import ROOT
 from test_plan import planned as planned  # a fixture
 
-import main
 import presets
 import utils
 from planning import gpus, machines
@@ -33,15 +29,6 @@ def test_a_device_is_one_chip():
     assert {name for name, chip in chips.CHIPS.items() if chip.gpu} == gpus.SPECS.keys()
     others = "cpu", "NVIDIA L40S", "NVIDIA H200 MIG 1g.18gb", "TPU v9"  # begin as known ones
     assert not any(map(chips.chip_of, others))
-
-
-@pytest.mark.parametrize("kind, said", [("TPU v9", True), ("NVIDIA L4", False)])
-def test_an_unknown_device_says_so(monkeypatch, capsys, kind, said):
-    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind=kind)])
-    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    corpus = SimpleNamespace(shares=np.ones((1, 1)), corpora=[], borders=[])
-    main.print_setup(small_config(), corpus, corpus)
-    assert (f"the peak of {kind} is not known" in capsys.readouterr().out) == said
 
 
 @pytest.mark.parametrize(
@@ -74,15 +61,6 @@ def test_formulas_plan_for_every_chip(planned, name, chip):
     assert a["devices"] == (1 if chip.gpu else 4 * chip.cores)
     assert a["memory"]["limit"] == chip.memory and 0 < a["mfu"] < 1
     assert a["seconds"]["step"] > a["flops"]["program"] / chip.speed
-
-
-def test_bfloat16_saves_no_time_where_there_is_none(planned):
-    def products(machine, dtype):
-        a = planned("--by_formulas", plan=machine, model_dtype=dtype, **BATCH)
-        return a["seconds"]["matrix products"]
-
-    assert products("gpu:1xT4", "bfloat16") > 0.9 * products("gpu:1xT4", "float32")
-    assert products("gpu:1xT4", "float32") > 3 * products("gpu:1xL4", "bfloat16")
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason='pip install "jax[tpu]"')

@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,8 +21,6 @@ import pytest
 from conftest import ROOT, copy_repository, flags_of, free_port, given, listens, refusal, wait_for
 from test_scripts import CLEAN, assert_one_sentence, program
 
-import utils
-from runtime import processes
 from training import steps
 
 SSHD = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")
@@ -701,7 +698,7 @@ def test_processes_that_do_not_come_together_say_so_in_time(flags):
         process = start_main([*flags(), *words.split(), number])
         said = process.communicate(timeout=300)[0]
         assert process.returncode == 1 and "Traceback" not in said, said
-        assert f"did not all meet at --coordinator 127.0.0.1:{port} within" in said
+        assert "did not all meet within" in said
 
 
 def test_slurm_is_recognised_and_processes_that_differ_are_refused(flags):
@@ -716,38 +713,6 @@ def test_slurm_is_recognised_and_processes_that_differ_are_refused(flags):
         said = process.communicate(timeout=300)[0]
         assert process.returncode == 2, said
         assert "error: --seed: not the same on process 1 as on process 0" in said
-
-
-MEETINGS = {  # --coordinator: what its host resolves to, where process 0 listens
-    "127.0.0.1:7": ("127.0.0.1", "127.0.0.1:7"),
-    # the name of a pod, say, with an address that this machine has, here by any
-    "own:7": ("0.0.0.0", "own:7"),
-    "nat:7": ("0.0.0.0 198.51.100.7", "0.0.0.0:7"),
-    "[2001:db8::7]:7": ("2001:db8::7", "[::]:7"),
-    "debian:7": ("127.0.1.1", "0.0.0.0:7"),
-    "nobody:7": ("", "0.0.0.0:7"),
-}
-
-
-def test_process_0_listens_where_it_was_named(monkeypatch, capsys):
-    def resolve(host, port, type):
-        if not addresses:
-            raise socket.gaierror(-2, "Name or service not known")
-        family = socket.AF_INET6 if ":" in addresses else socket.AF_INET
-        return [(family, type, 6, "", (address, port)) for address in addresses.split()]
-
-    def listens_at(process):
-        run = utils.Run(coordinator=coordinator, num_processes=2, process_id=process)
-        return processes.meeting_place(run)["coordinator_bind_address"]
-
-    monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    for coordinator, (addresses, bind) in MEETINGS.items():
-        for process in range(2):
-            assert listens_at(process) == bind
-            reported = "listening on all interfaces" in capsys.readouterr().out
-            assert reported == (process == 0 and bind != coordinator)
-    monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "10.0.0.5:7")
-    assert listens_at(0) == "10.0.0.5:7"
 
 
 def test_a_frozen_process_is_found(flags, tmp_path):

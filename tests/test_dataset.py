@@ -25,15 +25,6 @@ def corpus(shards):
     return dataset.Corpus(small_config(), str(shards), "train")
 
 
-def test_permute_is_a_permutation_that_depends_on_its_key():
-    for size in (1, 2, 3, 7, 64, 1000, 4097):
-        a, b = (dataset.permute(np.arange(size), size, [5, key]) for key in (0, 1))
-        assert sorted(a) == list(range(size)) == sorted(b)
-        assert size < 7 or not np.array_equal(a, b)
-    one_by_one = [int(dataset.permute(np.array([i]), 1000, [5, 0])[0]) for i in range(50)]
-    assert one_by_one == dataset.permute(np.arange(50), 1000, [5, 0]).tolist()
-
-
 def as_set(rows):
     return sorted(map(tuple, rows.tolist()))
 
@@ -170,13 +161,10 @@ def test_validation_is_mixed_too_and_repeats_nothing(corpora):
     assert val.n_sequences == 141 and val.borders == []
 
 
-def test_phases_continue_beyond_the_run_and_begin_as_without_them(corpora):
-    phased = mixture(corpora, PHASED, 600)
-    # a run with skipped batches reads beyond its length, in the last phase
-    beyond = phased.sequences(np.arange(600, 680), seed=2).max(1) // 80
+def test_the_last_phase_continues_beyond_the_run(corpora):
+    """As a run with skipped batches reads."""
+    beyond = mixture(corpora, PHASED, 600).sequences(np.arange(600, 680), seed=2).max(1) // 80
     assert np.bincount(beyond).tolist() == [20, 0, 60]
-    plain, begun = (m.sequences(np.arange(150), 2) for m in (mixture(corpora, "a:3,b:1"), phased))
-    assert np.array_equal(plain, begun)
 
 
 def test_the_order_is_that_of_earlier_versions(corpora):
@@ -195,11 +183,7 @@ NO_MIXES = "a", "a:0.7,b", ":1", "a:0,b:1", "a:nan", "a:1e999", "a:1,a:2", "a:1 
         ("a:1,b:1e-9", "b has less"),
         ("a:1 until 0.5, nothing:1", "nothing/train"),
         ("a:1 until 0.5", "nothing follows the last until"),
-        ("a:1 until 1, b:1", "'a:1 until 1' must be a folder that is named once"),
-        (
-            "a:1 until 0.5, b:1 until 0.5, a:1",
-            "until a share of the run above 0.5 and below 1",
-        ),
+        ("a:1 until 0.5, b:1 until 0.5, a:1", "a share of the run above 0.5 and below 1"),
         ("a:1 until 0.004, b:1", "a phase of it has no sequence in a run of 100"),
     ],
 )
@@ -297,7 +281,7 @@ def test_bad_shards_are_named(tmp_path):
     path.write_bytes(path.read_bytes()[:-10])
     assert f"{path} is damaged" in refused(tmp_path)
     path.write_bytes(b"no array")
-    assert "is not a readable shard" in refused(tmp_path)
+    assert "is no .npy file" in refused(tmp_path)
     np.save(path, np.zeros((3, 100), np.uint16))
     assert "one row" in refused(tmp_path)
 
@@ -336,9 +320,6 @@ def test_an_edited_manifest_is_refused(described):
             assert f"{path}: manifest_sha256 does not match" in refused(described)
     path.write_text(json.dumps(dict(reversed(made.items()))))  # laid out otherwise, it is the same
     assert open_described(described).n_sequences
-    path.unlink()
-    said = open_described(described).corpora[0].unverified
-    assert said == f"warning: {path.parent} has no manifest.json, so its shards are not verified"
 
 
 def test_files_and_manifest_agree(described):
@@ -392,15 +373,6 @@ def test_a_tokenizers_content_is_compared_with_the_manifest(described, tmp_path,
         with_ranks(described if kind == "ranks" else tmp_path, (b"ab", b"cd"))
     said = f"is not the tokenizer that made the shards in {described}/train (tokenizer_sha256"
     refusal(lambda: encoding_of(open_described(described, **flags)), said)
-
-
-def test_validation_has_the_tokenizer_of_training(corpora, train):
-    """A split whose manifest names another tokenizer than the other's."""
-    describe(corpora / "a")
-    path = corpora / "a" / "val" / "manifest.json"
-    path.write_text(manifest.dump(json.loads(path.read_text()) | {"tokenizer_sha256": "0" * 64}))
-    said = f"made the shards in {corpora}/a/val "
-    refusal(lambda: train(data=corpora / "a", training_steps=1), said)
 
 
 @pytest.mark.parametrize(

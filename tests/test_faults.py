@@ -336,8 +336,8 @@ def test_a_file_that_may_not_be_written_is_refused(tmp_path, monkeypatch):
         "/proc/plan.json": "",
         read_only: "Permission denied",
         str(tmp_path / "loop"): "Too many levels",
-        str(tmp_path): "Is a directory",
-        f"{tmp_path}/new/": "Is a directory",
+        str(tmp_path): "it is no plain file",
+        f"{tmp_path}/new/": "it is no plain file",
         str(tmp_path / "pipe"): "it is no plain file",
     }
     for path, reason in reasons.items():

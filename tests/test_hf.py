@@ -208,7 +208,7 @@ BAD_FILES = [  # name of a file, its content, what is said
     ("config.json", '{"model_type": "gpt2"}', "is missing"),
     (hugging_face.INDEX, '{"weight_map": {"a": "b.safetensors"}}', "b.safetensors is missing"),
     ("model.safetensors", "torn", "cannot be read"),
-    ("tokenizer.json", '{"a"', "cannot be read as a tokenizer"),
+    ("tokenizer.json", '{"a"', "is no tokenizer"),
     ("tokenizer_config.json", '{"eos_token": 3}', "has no token 3"),
 ]
 

@@ -311,8 +311,8 @@ def test_a_machine_is_called_as_a_grant_or_a_cloud_calls_it():
         name, ours = names.split("=")
         assert machines.parse_machine(name) == machines.parse_machine(ours)
         assert machines.parse_machine(name).name == ours
-    for name, near in {"v4-12": "v4-8 and v4-16", "v5e-2": "v5e-1 and v5e-4"}.items():
-        refusal(lambda: machines.parse_machine(name), f"--plan {name}: there is no such", near)
+    for name in ("v4-12", "v5e-2"):
+        refusal(lambda: machines.parse_machine(name), f"--plan {name}: there is no such slice")
     for name in NO_MACHINES:
         refusal(lambda: machines.parse_machine(name), "such as")
 

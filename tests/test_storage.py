@@ -76,16 +76,6 @@ def test_only_the_blocks_of_the_sequences_are_fetched_and_kept(remote, tmp_path)
     assert np.array_equal(again.sequences(everything, seed=1), expected) and not read
 
 
-@pytest.mark.parametrize("limit", [0, 8192])
-def test_the_cache_is_bounded(remote, tmp_path, limit):
-    _, address, _ = remote
-    corpus = open_corpus(address, tmp_path, cache_gb=limit / 1e9)
-    for numbers in np.array_split(np.arange(corpus.n_sequences), 20):
-        corpus.sequences(numbers, seed=1)
-        assert sum(p.stat().st_size for p in kept(tmp_path)) <= limit
-    assert len(kept(tmp_path)) > (10 if limit else -1)
-
-
 def test_the_least_recently_used_blocks_leave(tmp_path):
     """And nothing but blocks does, even where all other files are larger and older."""
     cache, key = storage.Cache(str(tmp_path), 32 * 100), "0123456789" * 4
@@ -106,24 +96,13 @@ def test_the_least_recently_used_blocks_leave(tmp_path):
     assert sum(blocks.values()) <= cache.limit and not (tmp_path / killed).exists()
 
 
-def test_blocks_that_threads_put_at_once_are_all_kept(tmp_path):
-    cache, key = storage.Cache(str(tmp_path), 1e9), "0123456789" * 4
-    names = [f"{key}-{i}" for i in range(500)]
-    list(dataset.READERS.map(lambda name: cache.put(name, bytes(100)), names))
-    assert {path.name for path in tmp_path.iterdir()} == {*names}
-
-
-@pytest.mark.parametrize("kept_again", [True, False])
-def test_a_damaged_block_of_the_cache_is_fetched_again(remote, tmp_path, monkeypatch, kept_again):
-    """Also where the cache does not take the sound one, as when another process evicts it at once."""
+def test_a_damaged_block_of_the_cache_is_fetched_again(remote, tmp_path):
     _, address, read = remote
     everything = np.arange(SHARDS * 31)
     expected = open_corpus(address, tmp_path).sequences(everything, seed=1)
     paths = sorted(kept(tmp_path))
     for path, content in zip(paths, (b"", b"x", bytes(512), b"1" * 511)):
         path.write_bytes(content)
-    if not kept_again:
-        monkeypatch.setattr(storage.Cache, "put", lambda *_: None)
     corpus = open_corpus(address, tmp_path)
     del read[:]
     assert np.array_equal(corpus.sequences(everything, seed=1), expected) and len(set(read)) == 4
@@ -181,18 +160,6 @@ def test_a_lost_shard_ends_the_run_after_a_checkpoint(remote, train, tmp_path, m
     assert [row["step"] for row in metrics_of(tmp_path / "runs" / "run")] == list(range(1, 15))
     assert train(**flags, name="whole") == 0
     assert metrics_of(tmp_path / "runs" / "run") == metrics_of(tmp_path / "runs" / "whole")
-
-
-def test_a_bucket_that_fails_is_read_as_a_local_folder(bucket, tmp_path):
-    """Every third request fails."""
-    address, _, proxy = bucket
-    folder = write_corpus(tmp_path / "corpus")
-    for path in filter(Path.is_file, folder.rglob("*")):
-        files.write_file(f"{address}/{path.relative_to(folder)}", path.read_bytes())
-    local, corpus = open_corpus(folder, tmp_path), open_corpus(address, tmp_path)
-    everything = np.arange(local.n_sequences)
-    expected = local.sequences(everything, seed=1)
-    assert np.array_equal(corpus.sequences(everything, seed=1), expected) and proxy.failed > 5
 
 
 def test_checkpoints_to_s3_are_refused(train):

@@ -6,7 +6,6 @@ import sys
 import zlib
 from typing import NamedTuple
 
-from fsspec.implementations.local import LocalFileSystem
 from tqdm import tqdm
 
 from data.sources.text import DAMAGE
@@ -42,10 +41,10 @@ def many(n, noun):
     return f"{n:,} {noun}{'' if n == 1 else 's'}"
 
 
-def warn_of_left_out(what, paths, more=""):
-    """Warn of paths that are left out; `what` is one of them in words, `more` ends the sentence."""
+def warn_of_left_out(what, paths):
+    """Warn of paths that are left out; `what` is one of them in words."""
     if paths:
-        warn(what, f"left out: {many(len(paths), what)} (such as {min(paths)}){more}")
+        warn(what, f"left out: {many(len(paths), what)} (such as {min(paths)})")
 
 
 def skipped(error):
@@ -59,143 +58,118 @@ def listing_sha256(files):
     return hashlib.sha256(os.fsencode(lines)).hexdigest()
 
 
-class Source:
-    """Documents in an order that never changes.
-
-    A subclass has
-        read(position)   yields documents from `position` on, {} for the beginning. After each, self.position says where
-                         the next one begins: {"documents": how many, "done": bytes of files, "file": files read to
-                         their end}. Raises UserError where what `position` was taken of has changed.
-        identity         {setting: value} of the manifest; shards of another identity are other shards
-        paths            of its local files
-    """
-
-    paths = ()
-
-    def __init__(self, files, skip):
-        self.files = files  # [(name, bytes)]
-        self.total = sum(size for _, size in files)
-        self.skip = skip  # --skip_damaged
-        advice = "; replace it and rerun the same command to resume, or give --skip_damaged"
-        self.advice = "" if skip else advice
-
-    def read_sha256(self, position):
-        """Hash of the names and sizes of the files that were read before `position`: they must stay."""
-        return listing_sha256(self.files[: position.get("file", 0)])
-
-    def was_written_after(self, path):
-        """Whether a local file of the source is newer than the local file `path`."""
-        if is_remote(path):
-            return False
-        written = os.path.getmtime(path)
-        return any(os.path.getmtime(file) > written for file in self.paths)
-
-    def cannot_be_read(self, what, error):
-        """The UserError for an error that was raised in reading `what`."""
-        if isinstance(error, UserError):
-            return error
-        return UserError(f"--source: {what} cannot be read ({first_line(error)}){self.advice}.")
-
-    def damaged(self, error, count):
-        """Warn of `error`, a UserError, and return a Document that counts what is lost. Raises it without
-        --skip_damaged."""
-        if not self.skip:
-            raise error
-        warn("damage", skipped(error))
-        return Document("", lost=count)
-
-
-class Records(Source):
-    """A source whose files hold records, each of which is a document.
+class Records:
+    """Files of one kind that hold records, each of which is a document.
 
     A subclass has
         endings         of its files' names
-        entries(file)   yields for each record of file number `file` the number of the next one, the bytes of the file
-                        up to here, and its text: a str, None, or the Document of what --skip_damaged leaves out.
-                        Where the rest cannot be read it raises UserError or one of DAMAGE.
+        entries(path)   yields for each record of a file the number of the next one, the bytes of the file up to here,
+                        and its text: a str, None, or the Document of what --skip_damaged leaves out. Where the rest
+                        cannot be read it raises UserError or one of DAMAGE.
     """
 
     endings = ()
 
     def __init__(self, fs, files, column, skip):
-        """files: {path: bytes} in the file system `fs`; column: the one that holds the text."""
-        super().__init__(list(files.items()), skip)
+        """files: {path: bytes} in the file system `fs`; column: the one that holds the text; skip: --skip_damaged."""
         self.fs = fs
+        self.files = files
         self.column = column
-        if isinstance(fs, LocalFileSystem):
-            self.paths = list(files)
-        self.identity = {"source_listing_sha256": listing_sha256(self.files), "text_column": column}
+        self.skip = skip
+        advice = "; replace it and rerun the same command to resume, or give --skip_damaged"
+        self.advice = "" if skip else advice
 
-    def read(self, position):
-        """Yield documents from `position` on. The records before it in its file are read again: their CRC-32 tells
-        whether they are the same."""
-        n = position.get("documents", 0)
-        first = position.get("file", 0)
-        line = position.get("line", 0)
-        before = sum(size for _, size in self.files[:first])
-        for file, (name, size) in enumerate(self.files[first:], first):
-            crc32, is_reached = 0, line == 0
-            try:
-                for number, done, text in self.entries(file):
-                    content = text.encode(errors="surrogatepass") if isinstance(text, str) else b""
-                    crc32 = zlib.crc32(content, crc32)
-                    if is_reached:
-                        document = text
-                        if not isinstance(text, Document):
-                            document = Document(str(n), size=len(text or ""), text=text or "")
-                            n += 1
-                        self._stand_at(n, before + done, file, number, crc32)
-                        yield document
-                    elif number >= line:
-                        is_reached = crc32 == position["crc32"]
-                        if not is_reached:
-                            break
-            except (UserError, *DAMAGE) as e:
-                if is_reached:
-                    self._check_storage(name)
-                    lost = self.damaged(self.cannot_be_read(name, e), "damaged_files")
-                    self._stand_at(n, before + size, file + 1, 0, 0)
-                    yield lost
-            if not is_reached:
-                raise UserError(
-                    f"--source: {name} has changed since it was read for these shards; restore it, or give another "
-                    f"--output."
-                )
-            before += size
-            line = 0
+    def cannot_be_read(self, path, error):
+        """The UserError for an error that was raised in reading a file."""
+        if isinstance(error, UserError):
+            return error
+        return UserError(f"--source: {path} cannot be read ({first_line(error)}){self.advice}.")
 
-    def _stand_at(self, documents, done, file, line, crc32):
-        self.position = dict(documents=documents, done=done, file=file, line=line, crc32=crc32)
+    def damaged(self, error, count):
+        """Warn of `error`, a UserError, and count what is lost by a Document; raise it without --skip_damaged."""
+        if not self.skip:
+            raise error
+        warn("damage", skipped(error))
+        return Document("", lost=count)
 
-    def _check_storage(self, path):
-        """Raises UserError where remote storage gives nothing of a file at all: the file is not damaged then."""
+    def damaged_file(self, path, error):
+        """`damaged` of a file. Raises UserError where remote storage gives nothing of it at all: it is sound then."""
         address = self.fs.unstrip_protocol(path)
         if self.skip and is_remote(address):
             persist(lambda: self.fs.cat_file(path, start=0, end=1), address)
+        return self.damaged(self.cannot_be_read(path, error), "damaged_files")
 
 
-class Mixed(Source):
-    """Sources one after the other, as of a folder with files of several kinds. Only the first may be of whole files:
-    its documents are numbered like its files."""
+class Source:
+    """Documents in an order that never changes: those that are files, then the records of other files.
 
-    def __init__(self, parts):
-        super().__init__([file for part in parts for file in part.files], parts[0].skip)
-        self.parts = parts
-        self.paths = [path for part in parts for path in part.paths]
-        self.identity = parts[-1].identity | {"source_listing_sha256": listing_sha256(self.files)}
+    identity: {setting: value} of the manifest; shards of another identity are other shards.
+    position: where the next document begins: {"documents": how many came before, "done": bytes of files, "file": files
+    read to their end}, and in a file of records "line", how many were read, and their "crc32".
+    """
+
+    def __init__(self, documents, kinds, skip):
+        """documents: those that are files; kinds: a list of Records; skip: --skip_damaged."""
+        self.documents = documents
+        self.records = [(kind, path) for kind in kinds for path in kind.files]
+        self.files = [(d.name, d.size) for d in documents]  # [(name, bytes)]
+        self.files += [(path, kind.files[path]) for kind, path in self.records]
+        self.total = sum(size for _, size in self.files)
+        self.skip = skip
+        # names and sizes, quick to compare: another Python has another stdlib, and folders change
+        self.identity = {"source_listing_sha256": listing_sha256(self.files)}
+        if kinds:
+            self.identity["text_column"] = kinds[0].column
+
+    def read_sha256(self, position):
+        """Hash of the names and sizes of the files that were read before `position`: they must stay."""
+        return listing_sha256(self.files[: position.get("file", 0)])
 
     def read(self, position):
-        first = size = 0  # files and bytes of the parts before
-        for part in self.parts:
-            n = len(part.files)
-            if position.get("file", 0) < first + n:
-                documents = position.get("documents", 0)
-                file, done = (position.get(key, 0) for key in ("file", "done"))
-                for document in part.read(position | dict(file=file - first, done=done - size)):
-                    at = part.position
-                    documents = at["documents"]
-                    self.position = at | dict(file=at["file"] + first, done=at["done"] + size)
+        """Yield documents from `position` on, {} for the beginning; after each, self.position is that of the next one.
+        Raises UserError where what `position` was taken of has changed."""
+        self.position = {"documents": 0} | position
+        first = position.get("file", 0)
+        done = sum(size for _, size in self.files[:first])
+        for file, (_, size) in enumerate(self.files[first:], first):
+            if file < len(self.documents):
+                self.position = {"documents": file + 1, "done": done + size, "file": file + 1}
+                yield self.documents[file]
+            else:
+                yield from self._read_records(file, done, position if file == first else {})
+            done += size
+
+    def _read_records(self, file, before, position):
+        """Yield the documents of a file of records from `position` on, `before` bytes after the first file. The records
+        before it are read again: their CRC-32 tells whether they are the same."""
+        kind, path = self.records[file - len(self.documents)]
+        n = self.position["documents"]
+        line = position.get("line", 0)
+        crc32, is_reached = 0, line == 0
+        try:
+            for number, done, text in kind.entries(path):
+                content = text.encode(errors="surrogatepass") if isinstance(text, str) else b""
+                crc32 = zlib.crc32(content, crc32)
+                if is_reached:
+                    document = text
+                    if not isinstance(text, Document):
+                        document = Document(str(n), size=len(text or ""), text=text or "")
+                        n += 1
+                    self._stand_at(n, before + done, file, number, crc32)
                     yield document
-                position = dict(documents=documents, file=first + n, done=size + part.total)
-            first += n
-            size += part.total
+                elif number >= line:
+                    is_reached = crc32 == position["crc32"]
+                    if not is_reached:
+                        break
+        except (UserError, *DAMAGE) as e:
+            if is_reached:
+                lost = kind.damaged_file(path, e)
+                self._stand_at(n, before + kind.files[path], file + 1, 0, 0)
+                yield lost
+        if not is_reached:
+            raise UserError(
+                f"--source: {path} has changed since it was read; restore it, or give another --output."
+            )
+
+    def _stand_at(self, documents, done, file, line, crc32):
+        self.position = dict(documents=documents, done=done, file=file, line=line, crc32=crc32)

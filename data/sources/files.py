@@ -4,7 +4,7 @@ import os
 import sysconfig
 
 from data.sources import text
-from data.sources.base import Document, Source, listing_sha256, many, warn_of_left_out
+from data.sources.base import Document, warn_of_left_out
 from runtime.messages import UserError
 
 PART = 1_000_000  # bytes of a part of a text file that is too long for one document
@@ -31,21 +31,13 @@ def stdlib_documents():
     """The .py files of Python's standard library, sorted by name."""
     root = sysconfig.get_paths()["stdlib"]
     paths = [path for path in walk(root, NOT_STDLIB) if path.endswith(".py")]
-    return documents_of(paths, root, "stdlib")
+    return documents_of(paths, root)
 
 
-def documents_of(paths, root, source):
-    """The documents of files in a folder `root`, sorted by name. Raises UserError where there is no text."""
+def documents_of(paths, root):
+    """The documents of files in a folder `root`, sorted by name."""
     names = {os.path.relpath(path, root).replace(os.sep, "/"): path for path in paths}
-    documents = []
-    for name, path in sorted(names.items()):
-        documents += parts_of(name, path)
-    if not any(d.size for d in documents):
-        raise UserError(
-            f"--source {source}: there is no text in its {many(len(documents), 'file')} (hidden ones and symlinked "
-            f"folders do not count); give a text file, a folder with some, or a file or quoted glob of records."
-        )
-    return documents
+    return [document for name, path in sorted(names.items()) for document in parts_of(name, path)]
 
 
 def parts_of(name, path):
@@ -72,30 +64,3 @@ def parts_of(name, path):
     except OSError:  # reading the document says so
         return whole
     return parts
-
-
-def check_is_text(document):
-    """Raises UserError where a tenth of a file is not UTF-8, as of a PDF or of text in another encoding."""
-    content, replaced = text.read_text(document)
-    if replaced * 10 > len(content):
-        raise UserError(
-            f"--source {document.path}: is not UTF-8 text; convert it first (iconv -f ENCODING -t utf-8)."
-        )
-
-
-class Files(Source):
-    """A source of which every file is a document."""
-
-    def __init__(self, documents, skip):
-        super().__init__([(d.name, d.size) for d in documents], skip)
-        self.documents = documents
-        self.paths = [d.path for d in documents]
-        # names and sizes, quick to compare: another Python has another stdlib, and folders change
-        self.identity = {"source_listing_sha256": listing_sha256(self.files)}
-
-    def read(self, position):
-        done, first = position.get("done", 0), position.get("file", 0)
-        for i, document in enumerate(self.documents[first:], first + 1):
-            done += document.size
-            self.position = {"documents": i, "done": done, "file": i}
-            yield document

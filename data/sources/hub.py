@@ -3,6 +3,7 @@
 import os
 from concurrent.futures import ThreadPoolExecutor
 
+from data.sources.base import Source
 from data.sources.jsonl import Lines
 from data.sources.parquet import Tables
 from runtime.files import filesystem
@@ -10,8 +11,7 @@ from runtime.messages import UserError, first_line
 
 
 def open_dataset(args):
-    """The rows of a dataset of the hub, at its newest revision, or in the hub's cache where the hub is not reached.
-    args: a command_line.Source. Raises UserError."""
+    """The rows of a dataset of the hub, at its newest revision, or in the hub's cache. args: a command_line.Source."""
     import datasets  # takes a second
 
     name, split = args.source, args.split
@@ -24,19 +24,13 @@ def open_dataset(args):
             infos = list(pool.map(fs.info, urls))
     except Exception as e:  # of the network, of datasets' builders: there is no common class
         raise UserError(
-            f"--source {name}: there is no such file or folder, and the Hugging Face hub gives no such "
-            f"dataset with --config {args.config} and --split {split} ({first_line(e)})."
+            f"--source {name}: there is no such file or folder, nor a dataset of the hub with --config {args.config} "
+            f"and --split {split} ({first_line(e)})."
         ) from None
-    if all(url.endswith(".parquet") for url in urls):
-        kind = Tables
-    elif all(url.endswith((".json", ".json.gz", ".json.zst", *Lines.endings)) for url in urls):
-        kind = Lines
-    else:
-        raise UserError(
-            f"--source {name}: only .parquet and .jsonl files can be read, and its files are others, such as {urls[0]}."
-        )
+    kind = Tables if all(url.endswith(".parquet") for url in urls) else Lines
     files = {fs._strip_protocol(url): info["size"] for url, info in zip(urls, infos)}
-    source = kind(fs, files, args.text_column, args.skip_damaged)
+    records = kind(fs, files, args.text_column, args.skip_damaged)
+    source = Source([], [records], args.skip_damaged)
     source.identity = {"config": args.config, "split": split, "revision": revision}
     source.identity["text_column"] = args.text_column
     return source

@@ -2,35 +2,28 @@
 
 import os
 import re
-import sys
-from collections import Counter
 
 from fsspec.implementations.local import LocalFileSystem
-from tqdm import tqdm
 
-from data.sources.base import Mixed, many, shown, warn_of_left_out
-from data.sources.files import Files, check_is_text, documents_of, stdlib_documents, walk
+from data.sources.base import Source, many, shown, warn_of_left_out
+from data.sources.files import documents_of, stdlib_documents, walk
 from data.sources.hub import open_dataset
 from data.sources.jsonl import Lines
 from data.sources.parquet import Tables
+from data.sources.text import read_text
 from runtime.files import filesystem, is_remote, persist
 from runtime.messages import UserError, first_line
 
 # The kinds of files that hold records, each a subclass of base.Records in a file of its own.
 KINDS = (Lines, Tables)
 TEXT = re.compile(r"\.(txt|md)(\.gz|\.zst)?$")  # files that are read as texts beside records
-ENDING = re.compile(r"(\.\w+)?(\.gz|\.zst)?$")
 ENDINGS = ", ".join(ending for kind in KINDS for ending in kind.endings)
+WILDCARD = re.compile(r"[*?\[]")
 
 
 def kind_of(path):
     """The one of KINDS that reads a file, or None."""
     return next((kind for kind in KINDS if path.endswith(kind.endings)), None)
-
-
-def before_wildcard(path):
-    """A path up to the first wildcard in it: all of it where there is none."""
-    return re.split(r"[*?\[]", path)[0]
 
 
 def find(source):
@@ -43,7 +36,7 @@ def find(source):
         else:
             paths = walk(match) if fs.isdir(match) else [match]
             found |= {p: fs.info(p) for p in paths}
-    start = before_wildcard(path).rstrip("/")
+    start = WILDCARD.split(path)[0].rstrip("/")
     visible = [p for p in sorted(found) if "/." not in p.removeprefix(start)]
     return fs, {p: found[p]["size"] or 0 for p in visible if found[p]["type"] == "file"}
 
@@ -53,7 +46,7 @@ def open_source(args):
     source, skip = args.source, args.skip_damaged
     shown.clear()
     if source == "stdlib":
-        return Files(stdlib_documents(), skip)
+        return Source(stdlib_documents(), [], skip)
     try:
         fs, found = persist(lambda: find(source), source)
     except (OSError, ValueError, ImportError) as e:
@@ -61,8 +54,7 @@ def open_source(args):
     if any(map(kind_of, found)):
         return open_records(args, fs, found)
     if isinstance(fs, LocalFileSystem) and (found or os.path.isdir(source)):
-        tell_kinds(source, found)
-        return Files(text_files(source, fs, found), skip)
+        return Source(text_files(source, fs, found), [], skip)
     if not found and re.fullmatch(r"[\w.-]+/[\w.-]+", source):
         return open_dataset(args)
     what = "there is no such file or folder"
@@ -76,43 +68,29 @@ def open_source(args):
 
 def open_records(args, fs, found):
     """A source of the records and, on this machine, of the texts in the files `found`, {path: bytes}."""
-    texts = []
-    if isinstance(fs, LocalFileSystem):
-        texts = list(filter(TEXT.search, found))
-    sources = []
-    if any(found[path] for path in texts):
-        sources.append(Files(text_files(args.source, fs, texts), args.skip_damaged))
-    read = {*texts}
+    is_local = isinstance(fs, LocalFileSystem)
+    texts = [path for path in found if is_local and TEXT.search(path)]
+    others = found.keys() - set(texts)
+    kinds = []
     for kind in KINDS:
-        records = {path: size for path, size in found.items() if kind_of(path) is kind}
-        read |= records.keys()
-        if records:
-            sources.append(kind(fs, records, args.text_column, args.skip_damaged))
-    others = [path for path in found if path not in read]
-    endings = sorted({ending_of(path) for path in others})
-    warn_of_left_out("other file", others, f" beside the records: {', '.join(endings)}")
-    tell_kinds(args.source, read)
-    return sources[0] if len(sources) == 1 else Mixed(sources)
-
-
-def ending_of(path):
-    """The ending of a file's name, .txt or .jsonl.gz, in words where it has none."""
-    return ENDING.search(path)[0] or "no ending"
-
-
-def tell_kinds(source, paths):
-    """Print how many files of each of several endings are read, on stderr: stdout may be one JSON object."""
-    kinds = Counter(map(ending_of, sorted(paths)))
-    if len(kinds) > 1:
-        words = ", ".join(f"{n:,} {kind}" for kind, n in kinds.most_common())
-        tqdm.write(f"--source {source}: {many(len(paths), 'file')}: {words}", file=sys.stderr)
+        files = {path: size for path, size in found.items() if kind_of(path) is kind}
+        others -= files.keys()
+        if files:
+            kinds.append(kind(fs, files, args.text_column, args.skip_damaged))
+    warn_of_left_out("other file", others)
+    documents = []
+    if any(found[path] for path in texts):
+        documents = text_files(args.source, fs, texts)
+    return Source(documents, kinds, args.skip_damaged)
 
 
 def text_files(source, fs, found):
     """The documents of a local text file, of a folder of them or of a glob, whose files are `found`."""
     path = fs._strip_protocol(source)
-    root = path if fs.isdir(path) else os.path.dirname(before_wildcard(path))
-    documents = documents_of(found, root, source)
+    root = path if fs.isdir(path) else os.path.dirname(WILDCARD.split(path)[0])
+    documents = documents_of(found, root)
     if path in found:
-        check_is_text(documents[0])
+        content, replaced = read_text(documents[0])
+        if replaced * 10 > len(content):  # as of a PDF or of text in another encoding
+            raise UserError(f"--source {source}: is not UTF-8 text; convert it (iconv -t utf-8).")
     return documents

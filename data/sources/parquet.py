@@ -23,9 +23,9 @@ class Tables(Records):
     def __init__(self, *args):
         super().__init__(*args)
         with ThreadPoolExecutor(16) as pool:  # remote storage is slow to answer
-            # of each file, the UserError of one that cannot be used, or None
-            self.errors = list(pool.map(self._error_of, [name for name, _ in self.files]))
-        errors = list(filter(None, self.errors))
+            # {path: the UserError of a file that cannot be used, or None}
+            self.errors = dict(zip(self.files, pool.map(self._error_of, self.files)))
+        errors = list(filter(None, self.errors.values()))
         if errors and (not self.skip or len(errors) == len(self.files)):
             raise errors[0]
 
@@ -54,15 +54,14 @@ class Tables(Records):
             has = f"holds {kind} there, not text; give a column of strings"
         return UserError(f"--text_column {self.column}: {path} {has}.")
 
-    def entries(self, file):
-        path, size = self.files[file]
-        if self.errors[file]:
-            raise self.errors[file]
+    def entries(self, path):
+        if self.errors[path]:
+            raise self.errors[path]
         row = 0
         with self.fs.open(path, "rb") as f, self._open(f) as table:
             for group in range(table.num_row_groups):
                 for row, cell in enumerate(self._cells(table, group), row + 1):
-                    done = size * row // table.metadata.num_rows
+                    done = self.files[path] * row // table.metadata.num_rows
                     yield row, done, self._text(cell, f"row {row} of {path}")
 
     def _cells(self, table, group):

@@ -26,9 +26,7 @@ WIDE = {  # those of 32 bits first: their marks begin with those of 16
 def check_length(size, what, advice=""):
     """Raises UserError where `what`, a document of `size` bytes, is longer than LONGEST."""
     if size > LONGEST:
-        raise UserError(
-            f"--source: {what} is longer than {LONGEST:,} bytes, the most that a document may have{advice}."
-        )
+        raise UserError(f"--source: {what} is longer than {LONGEST:,} bytes{advice}.")
 
 
 def decompressed(raw, path):
@@ -44,15 +42,11 @@ def decompressed(raw, path):
 
 def wide_encoding(content):
     """Name of the encoding that the byte order mark at the beginning of `content` tells, or None: UTF-8."""
-    for mark, name in WIDE.items():
-        if content.startswith(mark):
-            return name
-    return None
+    return next((name for mark, name in WIDE.items() if content.startswith(mark)), None)
 
 
 def lines(stream):
-    """Yield the lines of a stream of bytes as text, where bytes that are not UTF-8 are lone surrogates; of a line that
-    is longer than LONGEST, a beginning that is, too."""
+    """Yield the lines of a stream as text, bytes that are not UTF-8 as lone surrogates; of a longer one LONGEST + 1."""
     encoding = wide_encoding(stream.peek(4))
     errors = "strict" if encoding else "surrogateescape"
     text = io.TextIOWrapper(stream, encoding or "utf-8-sig", errors, newline="\n")
@@ -73,8 +67,7 @@ def decode(content):
 
 
 def read_text(document):
-    """(text, number of characters that became U+FFFD) of a document. Raises UserError where the file cannot be read or
-    is too long."""
+    """(text, number of characters that became U+FFFD) of a document. Raises UserError where it cannot be read."""
     if document.text is not None:
         content = whole_characters(document.text)
         return content, content.count("\ufffd") - document.text.count("\ufffd")
