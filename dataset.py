@@ -5,6 +5,7 @@ Sequence i of a shard is its tokens i*T .. i*T + T; the last of them is only a t
 the same place anywhere, and one integer is its whole state.
 """
 
+import glob
 import hashlib
 import itertools
 import json
@@ -38,6 +39,17 @@ READERS = ThreadPoolExecutor(32, "read")
 # --- Sequences --------------------------------------------------------------------------------------------------
 
 
+def instead(folder):
+    """What the message says that a folder, train or val, holds no shards: where they are, or what makes them."""
+    root, split = os.path.split(folder)
+    if near := sorted(glob.glob(f"{glob.escape(root)}/*/{split}/*.npy")):
+        return f"give a folder in it, such as {os.path.dirname(os.path.dirname(near[0]))}"
+    has_files = glob.glob(f"{glob.escape(root)}/*.*") and not os.path.exists(f"{root}/train")
+    if os.path.isfile(root) or has_files:
+        return f"bash run.sh local --data {root} makes shards of its text and trains on them"
+    return "data/tokenize_shards.py makes them of text (val if --val_fraction is above 0), data/prepare.py of corpora"
+
+
 class Corpus:
     """The shards of `folder` inside `root`, read as sequences of T + 1 tokens. Raises UserError."""
 
@@ -60,8 +72,7 @@ class Corpus:
             manifest.check_files(self.folder, made, found)
         if not found:
             raise UserError(
-                f"--data: there are no shards (.npy) in {self.folder}; bash run.sh local --data FOLDER makes them of "
-                "text, as data/tokenize_shards.py does (val if --val_fraction is above 0), or data/prepare.py."
+                f"--data: there are no shards (.npy) in {self.folder}; {instead(self.folder)}."
             )
         entries = {entry["name"]: entry for entry in made.get("shards", [])}
         cache = Cache(f"{cfg.data.cache_dir}/blocks", cfg.data.cache_gb * 1e9)
@@ -74,7 +85,7 @@ class Corpus:
         self.n_sequences = int(self.counts.sum())
         if not self.n_sequences:
             raise UserError(
-                f"--T {self.T}: the shards in {self.folder} have no {self.T + 1} tokens; give less."
+                f"--T {self.T}: the shards in {self.folder} have no {self.T + 1} tokens; give less, or more text."
             )
         if not is_remote(root) and sum(lengths) <= CHECK_AT_START:
             list(READERS.map(lambda shard: shard.check(self.vocab_size), self.shards))

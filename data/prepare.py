@@ -17,6 +17,7 @@ if __name__ == "__main__":
 
 import json
 import os
+import shutil
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from data import tokenize_shards
 from data.command_line import run
 from data.encoding import encode_text
 from data.tokenization import load_tokenizer
-from runtime.files import read_file, write_file
+from runtime.files import is_remote, read_file, write_file
 from runtime.messages import say, size
 from runtime.parser import flag, place
 from utils import read_flags
@@ -62,6 +63,9 @@ def announce(corpus, shards):
     rate = shards.workers * len(sample.encode()) / (time.perf_counter() - began)
     read, text, n_tokens = (corpus[name] for name in ("read_bytes", "text_bytes", "tokens"))
     on_disk = size(n_tokens * (2 if encoding.n_vocab <= 2**16 else 4))
+    if not is_remote(shards.output):
+        there = next(filter(Path.exists, Path(shards.output).resolve().parents))
+        on_disk += f" ({size(shutil.disk_usage(there).free)} are free there)"
     say(f"{shards.source}; licence: {corpus['licence']}")
     say(f"about {n_tokens:,.0f} tokens, {size(text)} of text; {size(read)} to read")
     say(f"about {on_disk} of shards in {shards.output}")

@@ -97,6 +97,7 @@ LARGEST = dict(v2=256, v3=1024, v4=4096, v5e=256, v5p=6144, v6e=256, v7x=9216)
 BELOW_A_CUBE = {4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4)}
 BY_NAME = {name.lower(): chip for name, chip in CHIPS.items()}
 OTHER_NAMES = {"v5litepod": "v5e", "tpu7x": "v7x", "a100-80gb": "a100"}
+OTHER_NAMES |= {"4090": "rtx4090", "3090": "rtx3090"}
 MACHINES = [
     r"(?:(?P<groups>\d+)[*x])?(?P<kind>v\w+|tpu7x)-(?P<number>\d+)",  # v4-32
     r"(?:(?P<groups>\d+)\*)?(?P<kind>v\w+):(?P<dims>[\dx]*\d)",  # v4:2x2x4
@@ -124,13 +125,15 @@ def parse_machine(name):
 def slice_dims(chip, number, name):
     """The dims of a slice that Google names by its TensorCores, two a chip, or of v5e and v6e, by its chips."""
     cores = 1 if (chip.dims, chip.cores) == (2, 1) else 2
-    n, rest = divmod(number, cores)
-    dims = dims_of(chip, n) if n <= LARGEST[chip.name] else ()
-    if rest or not dims:
+    sizes = [n * cores for n in range(1, LARGEST[chip.name] + 1) if dims_of(chip, n)]
+    if number not in sizes:
+        first, second = sorted(sorted(sizes, key=lambda n: abs(n - number))[:2])
         unit = "chips" if cores == 1 else "TensorCores, two a chip"
-        words = f"there is no such slice; the number counts {unit}, as in {chip.name}-16"
-        raise UserError(f"--plan {name}: {words}.")
-    return dims
+        raise UserError(
+            f"--plan {name}: there is no such slice; the number counts {unit}, and near it are {chip.name}-{first} "
+            f"and {chip.name}-{second}."
+        )
+    return dims_of(chip, number // cores)
 
 
 def dims_of(chip, n):

@@ -167,6 +167,8 @@ def unmet(f, value):
 # --- Command line --------------------------------------------------------------------------------------------------
 
 FLAG = re.compile(r"--?[A-Za-z]")  # how a flag begins; texts may begin with other hyphens
+# what other programs take after a switch
+TRUTHS = set("true false yes no on off 0 1".split())
 # lines of flags as nanoGPT, nanochat, Hugging Face, torchtitan, MaxText and lm_eval call them, each with what is said
 FOREIGN = os.path.join(os.path.dirname(__file__), "foreign_flags.txt")
 
@@ -212,6 +214,7 @@ def read_words(kind, argv, program, others=None, defaults=None):
     for name, f in own.items():
         if name not in given and f.default is dataclasses.MISSING:
             where = ", the word that comes before all flags" if is_place(f) else ""
+            where += f", {wanted(f)}" if where and get_args(type_of(f)[0]) else ""
             raise UserError(f"{shown(f)}: is missing{where}; see --help.")
     return given, rest
 
@@ -229,8 +232,9 @@ def read_flag(word, words, known):
         near = nearest(flag, [f"--{n}" for n in by_name])
         raise UserError(f"{flag}: there is no such flag{near}; see --help.")
     _, n = type_of(f)
-    if n == 0 and equals:
-        raise UserError(f"{word:.40}: takes no value; give --{f.name} or --no_{f.name} alone.")
+    if n == 0 and (equals or (words and words[0].lower() in TRUTHS)):
+        given = word if equals else f"{word} {words[0]}"
+        raise UserError(f"{given:.40}: takes no value; give --{f.name} or --no_{f.name} alone.")
     if n == 0:
         return f, [name == f.name]
     if equals:
@@ -248,20 +252,30 @@ def foreign(name, known):
     name = name.split(".")[-1]  # torchtitan's have their group before them
     with open(FOREIGN) as f:
         lines = f.read().splitlines()
+    said = ""
     for names, words in zip(lines[::2], lines[1::2]):
         named = re.findall(r"--(?:no_)?(\w+)|\b(MODEL)\b", words)
-        needed = {flag or place.lower() for flag, place in named}
-        if {name, name.removeprefix("no_")} & {*names.split()} and known.keys() >= needed:
-            return words.strip()
-    return ""
+        if {name, name.removeprefix("no_")} & {*names.split()}:
+            said = "belongs to another program here"
+            if known.keys() >= {flag or place.lower() for flag, place in named}:
+                return words.strip()
+    return said
 
 
 def stray(word, known):
-    """The UserError for a word that no flag takes."""
-    said = "belongs to no flag: each value comes after its flag, and a switch takes none"
+    """The UserError for a word that no flag takes: what it should have been, where that can be told."""
+    said = "belongs to no flag"
     if re.match(r"[A-Za-z][\w.]*=", word):  # as MaxText has them
         f, (value,) = read_flag(f"--{word}", [], known)
         said = f"begins with no hyphens; give --{f.name} {value}"
+    elif re.search(r"\.(py|ya?ml|toml|json)$", word) and "preset" in known:
+        said += "; a file of flags is --config FILE.json, and a model with its settings is --preset NAME"
+    elif "source" in known and os.path.exists(word):
+        said += f"; give --source {word}"
+    elif "preset" in known:
+        said += ": each value comes after its flag, as in --preset tiny; switches such as --wandb take none"
+    elif "prompt" in known:
+        said += "; give --prompt with the text"
     return UserError(f"{word!r:.40}: {said}; see --help.")
 
 

@@ -383,3 +383,21 @@ def test_ranks_that_tiktoken_would_panic_at_are_refused(tmp_path, lines):
     path.write_bytes(b"\n".join(lines))
     said = f"--tokenizer {path}: not a file of tiktoken ranks"
     refusal(lambda: tokenization.load_tokenizer(str(path)), said)
+
+
+def test_permute_is_a_permutation_that_depends_on_its_key():
+    for size in (1, 2, 3, 7, 64, 1000, 4097):
+        a, b = (dataset.permute(np.arange(size), size, [5, key]) for key in (0, 1))
+        assert sorted(a) == list(range(size)) == sorted(b)
+        assert size < 7 or not np.array_equal(a, b)
+    one_by_one = [int(dataset.permute(np.array([i]), 1000, [5, 0])[0]) for i in range(50)]
+    assert one_by_one == dataset.permute(np.arange(50), 1000, [5, 0]).tolist()
+
+
+def test_validation_has_the_tokenizer_of_training(corpora, train):
+    """A split whose manifest names another tokenizer than the other's."""
+    describe(corpora / "a")
+    path = corpora / "a" / "val" / "manifest.json"
+    path.write_text(manifest.dump(json.loads(path.read_text()) | {"tokenizer_sha256": "0" * 64}))
+    said = f"made the shards in {corpora}/a/val "
+    refusal(lambda: train(data=corpora / "a", training_steps=1), said)

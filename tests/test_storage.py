@@ -237,3 +237,32 @@ def test_a_run_in_a_bucket_is_used_as_a_local_one(
     begin = flags | dict(data=address, training_steps=1)
     assert train(**begin, name="weights", init_from=f"{runs}/run") == 0
     assert "warning" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("limit", [0, 8192])
+def test_the_cache_is_bounded(remote, tmp_path, limit):
+    _, address, _ = remote
+    corpus = open_corpus(address, tmp_path, cache_gb=limit / 1e9)
+    for numbers in np.array_split(np.arange(corpus.n_sequences), 20):
+        corpus.sequences(numbers, seed=1)
+        assert sum(p.stat().st_size for p in kept(tmp_path)) <= limit
+    assert len(kept(tmp_path)) > (10 if limit else -1)
+
+
+def test_blocks_that_threads_put_at_once_are_all_kept(tmp_path):
+    cache, key = storage.Cache(str(tmp_path), 1e9), "0123456789" * 4
+    names = [f"{key}-{i}" for i in range(500)]
+    list(dataset.READERS.map(lambda name: cache.put(name, bytes(100)), names))
+    assert {path.name for path in tmp_path.iterdir()} == {*names}
+
+
+def test_a_bucket_that_fails_is_read_as_a_local_folder(bucket, tmp_path):
+    """Every third request fails."""
+    address, _, proxy = bucket
+    folder = write_corpus(tmp_path / "corpus")
+    for path in filter(Path.is_file, folder.rglob("*")):
+        files.write_file(f"{address}/{path.relative_to(folder)}", path.read_bytes())
+    local, corpus = open_corpus(folder, tmp_path), open_corpus(address, tmp_path)
+    everything = np.arange(local.n_sequences)
+    expected = local.sequences(everything, seed=1)
+    assert np.array_equal(corpus.sequences(everything, seed=1), expected) and proxy.failed > 5

@@ -41,10 +41,10 @@ def many(n, noun):
     return f"{n:,} {noun}{'' if n == 1 else 's'}"
 
 
-def warn_of_left_out(what, paths):
-    """Warn of paths that are left out; `what` is one of them in words."""
+def warn_of_left_out(what, paths, more=""):
+    """Warn of paths that are left out; `what` is one of them in words, `more` ends the sentence."""
     if paths:
-        warn(what, f"left out: {many(len(paths), what)} (such as {min(paths)})")
+        warn(what, f"left out: {many(len(paths), what)} (such as {min(paths)}){more}")
 
 
 def skipped(error):

@@ -2,8 +2,11 @@
 
 import os
 import re
+import sys
+from collections import Counter
 
 from fsspec.implementations.local import LocalFileSystem
+from tqdm import tqdm
 
 from data.sources.base import Source, many, shown, warn_of_left_out
 from data.sources.files import documents_of, stdlib_documents, walk
@@ -18,6 +21,7 @@ from runtime.messages import UserError, first_line
 KINDS = (Lines, Tables)
 TEXT = re.compile(r"\.(txt|md)(\.gz|\.zst)?$")  # files that are read as texts beside records
 ENDINGS = ", ".join(ending for kind in KINDS for ending in kind.endings)
+ENDING = re.compile(r"(\.\w+)?(\.gz|\.zst)?$")
 WILDCARD = re.compile(r"[*?\[]")
 
 
@@ -54,6 +58,7 @@ def open_source(args):
     if any(map(kind_of, found)):
         return open_records(args, fs, found)
     if isinstance(fs, LocalFileSystem) and (found or os.path.isdir(source)):
+        tell_kinds(source, found)
         return Source(text_files(source, fs, found), [], skip)
     if not found and re.fullmatch(r"[\w.-]+/[\w.-]+", source):
         return open_dataset(args)
@@ -77,11 +82,26 @@ def open_records(args, fs, found):
         others -= files.keys()
         if files:
             kinds.append(kind(fs, files, args.text_column, args.skip_damaged))
-    warn_of_left_out("other file", others)
+    endings = sorted({ending_of(path) for path in others})
+    warn_of_left_out("other file", others, f" beside the records: {', '.join(endings)}")
+    tell_kinds(args.source, found.keys() - others)
     documents = []
     if any(found[path] for path in texts):
         documents = text_files(args.source, fs, texts)
     return Source(documents, kinds, args.skip_damaged)
+
+
+def ending_of(path):
+    """The ending of a file's name, .txt or .jsonl.gz, in words where it has none."""
+    return ENDING.search(path)[0] or "no ending"
+
+
+def tell_kinds(source, paths):
+    """Print how many files of each of several endings are read, on stderr: stdout may be one JSON object."""
+    kinds = Counter(map(ending_of, sorted(paths)))
+    if len(kinds) > 1:
+        words = ", ".join(f"{n:,} {kind}" for kind, n in kinds.most_common())
+        tqdm.write(f"--source {source}: {many(len(paths), 'file')}: {words}", file=sys.stderr)
 
 
 def text_files(source, fs, found):
