@@ -28,9 +28,6 @@ def platform():
     return jax.sharding.get_abstract_mesh().abstract_device.platform
 
 
-# --- Gather and scatter -----------------------------------------------------------------------------------------
-
-
 def all_gather(x, axis, dim):
     """Join the parts [.., n, ..] of all devices of a mesh axis along `dim`, in order -> [.., axis size x n, ..].
 
@@ -92,9 +89,6 @@ def sum_over(x, axes):
 def largest(x, axes):
     """Largest x of all devices of mesh axes, of integers."""
     return lax.pmax(x, axes)
-
-
-# --- Weights ----------------------------------------------------------------------------------------------------
 
 
 class WithGrad(NamedTuple):
@@ -252,9 +246,6 @@ def first_own_expert(E):
     return lax.axis_index(EXPERT_AXES) * E // lax.axis_size(EXPERT_AXES)
 
 
-# --- Tensor and sequence parallelism ----------------------------------------------------------------------------
-
-
 def gather_sequence(x, split):
     """Enter a tensor-parallel region: [B, T/tp, ...] -> [B, T, ...] (arXiv:2205.05198, section 4.2.2). Transpose:
     reduce-scatter over T. Without `split` (decoding), T is whole already and nothing travels."""
@@ -280,9 +271,6 @@ def exchange_heads(x, split):
     x = x.reshape(B, H, n, T // n, V)
     x = jnp.moveaxis(x, 2, 0)  # [receiver, B, H/tp, T/tp, V]
     return lax.all_to_all(x, "tp", 0, 0)  # [sender, B, H/tp, T/tp, V]
-
-
-# --- Matrices for Muon ------------------------------------------------------------------------------------------
 
 
 def to_owners(x, rows, columns, copies, sharers):
@@ -327,9 +315,6 @@ def from_owners(x, rows, columns, copies, sharers):
         groups = np.arange(lax.axis_size(copies)).reshape(-1, sharers).tolist()
         x = lax.all_gather(x, copies, tiled=True, axis_index_groups=groups)
     return x
-
-
-# --- Pipeline ---------------------------------------------------------------------------------------------------
 
 
 def next_stage(x):

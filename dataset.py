@@ -36,8 +36,6 @@ PERIOD = 100_000
 # Remote storage is slow to answer, not slow to send, so many threads ask it at once.
 READERS = ThreadPoolExecutor(32, "read")
 
-# --- Sequences --------------------------------------------------------------------------------------------------
-
 
 def instead(folder):
     """What the message says that a folder, train or val, holds no shards: where they are, or what makes them."""
@@ -150,9 +148,6 @@ def permute(index, size, key):
         outside = x >= size
         x[outside] = network(x[outside])
     return x.astype(np.int64)
-
-
-# --- Mixtures ---------------------------------------------------------------------------------------------------
 
 
 class Mixture:
@@ -369,9 +364,6 @@ def parse_mix(mix):
     if not weights:
         raise UserError(f"--mix {mix}: nothing follows the last until; {EXAMPLE}.")
     return [*phases, (1.0, weights)]
-
-
-# --- Batches ----------------------------------------------------------------------------------------------------
 
 
 def put_batch(sequences, first, shape, mesh):

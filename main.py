@@ -61,8 +61,6 @@ from training.profiling import Profile
 from training.run_checkpoints import RunCheckpoints
 from training.runlog import NoLog, Progress, RunLog, duration
 
-# --- The run ------------------------------------------------------------------------------------------------------
-
 
 def main(flags, began=None):
     """Train as `settings.Flags` say, resuming where the run left off. began: when the process did, by
@@ -307,9 +305,6 @@ class Training:
         return batches
 
 
-# --- Its parts ----------------------------------------------------------------------------------------------------
-
-
 def open_data(cfg, stored, encoding):
     """(training data, validation data, their fingerprint), checked against the run that `stored` describes and the
     other processes."""
@@ -446,9 +441,6 @@ def tell_end(cfg, checkpoints, step, signalled, began, goodput):
         return 128 + signalled
     say(f"done {words}")
     return 0
-
-
-# --- The program --------------------------------------------------------------------------------------------------
 
 
 def run(flags):

@@ -60,9 +60,6 @@ def choose_transport(m, platform):
     return "tiles" if platform == "cpu" and not m.capacity_factor else "buckets"
 
 
-# --- Routing ------------------------------------------------------------------------------------------------------
-
-
 def router_logits(p, x):
     """x float32 [n, D] -> [n, E], in full precision on every platform."""
     return jnp.dot(x, p["router"], precision="highest")
@@ -91,9 +88,6 @@ def balance_loss(scores, chosen, m, split):
     share = scores / scores.sum(-1, keepdims=True)
     parts = f * share.sum(1) / T  # [B, E]
     return parts.sum()
-
-
-# --- Buckets ------------------------------------------------------------------------------------------------------
 
 
 class Queues(NamedTuple):
@@ -159,9 +153,6 @@ def fill_buckets(queues, C, first, n):
     return places(slot, E * C, n)
 
 
-# --- Rows -----------------------------------------------------------------------------------------------------------
-
-
 def sum_leading(x):
     """Sum over the first dim, in float32: addition by addition, since CPUs are slow to reduce a leading dim."""
     total = sum(x.astype(jnp.float32))
@@ -201,9 +192,6 @@ def sum_choices(out, at, k):
     """What the experts made at `Places` [size, D], summed over each token's k choices: [n, D]."""
     out = take_rows(out, at.place, at.entry[None])  # [k*n, D]
     return sum_leading(out.reshape(k, -1, out.shape[1]))
-
-
-# --- Experts ------------------------------------------------------------------------------------------------------
 
 
 def routed_experts(p, x, m, split, router):

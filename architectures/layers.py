@@ -59,9 +59,6 @@ def no_load(*shape):
     return Load(jnp.float32(0), jnp.zeros(shape), jnp.float32(0))
 
 
-# --- Weights ------------------------------------------------------------------------------------------------------
-
-
 @jax.named_scope("gather_weights")
 def gather(params, table, dtype, exchange=False):
     """`WithGrad` of parameters, gathered over the axes that only store them; matrices in `dtype`, others in float32.
@@ -149,9 +146,6 @@ def _product_backward(spec, operands, g):
 _product.defvjp(_product_forward, _product_backward)
 
 
-# --- Norm, dropout, rotary positions ------------------------------------------------------------------------------
-
-
 def rms_norm(x, scale, eps):
     """Root-mean-square norm over the last dim (arXiv:1910.07467, equation 4), in float32; returns x's dtype."""
     x32 = x.astype(jnp.float32)
@@ -192,9 +186,6 @@ def rotate(x, position, frequencies):
     a, b = a * cos - b * sin, b * cos + a * sin
     rotated = jnp.concatenate([a, b], -1)
     return rotated.astype(x.dtype)
-
-
-# --- Attention ----------------------------------------------------------------------------------------------------
 
 
 def attention_kernel(m, cache):
@@ -239,9 +230,6 @@ def project_heads(out, weight, tokens, m):
         return product("bhtv,hvd->btd", out, weight)
     out = product("bhtv,hvd->btd", out, weight)  # [B, T, D], of own heads
     return scatter_sequence(out, tokens.split)
-
-
-# --- Feed-forward -------------------------------------------------------------------------------------------------
 
 
 def activate(h):

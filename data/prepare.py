@@ -7,13 +7,7 @@ the work, and takes any others.
 """
 
 if __name__ == "__main__":
-    import os
-    import sys
-
-    sys.path[0] = os.path.realpath(__file__ + "/../..")
-    from runtime import interrupts
-
-    interrupts.begin("interrupted; rerun the same command to resume")
+    import begin
 
 import json
 import os

@@ -9,13 +9,7 @@ last whole shard, as OUTPUT/progress.npz tells it.
 """
 
 if __name__ == "__main__":
-    import os
-    import sys
-
-    sys.path[0] = os.path.realpath(__file__ + "/../..")
-    from runtime import interrupts
-
-    interrupts.begin("interrupted; rerun the same command to resume")
+    import begin
 
 import functools
 import os

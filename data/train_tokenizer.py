@@ -4,13 +4,7 @@ python data/train_tokenizer.py --source stdlib --vocab_size 8192 --output data/s
 """
 
 if __name__ == "__main__":
-    import os
-    import sys
-
-    sys.path[0] = os.path.realpath(__file__ + "/../..")
-    from runtime import interrupts
-
-    interrupts.begin("interrupted; nothing was written")
+    import begin
 
 import hashlib
 import os

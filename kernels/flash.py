@@ -49,9 +49,6 @@ def block_sizes(T, dtype):
     return blocks
 
 
-# --- Parts of the kernels -----------------------------------------------------------------------------------------
-
-
 def pieces(channels):
     """Spans of the channels whose widths are powers of two, as Triton needs them: 192 is 0:128 and 128:192."""
     spans, begin = [], 0

@@ -47,9 +47,6 @@ FITTED = {
 MUON_TRAFFIC = 10.0  # likewise, per byte of the matrices that Muon works on and of their blocks
 
 
-# --- What travels -------------------------------------------------------------------------------------------------
-
-
 def link_seconds(cfg, machine, axes, kind, n_bytes, n):
     """Seconds in which each of n devices along some axes sends n_bytes in a collective, nothing overlapped.
 
@@ -139,9 +136,6 @@ def further_round(program, text):
         return 0.0
     with_one = text.replace("expected_trips_0/", "expected_trips_1/")
     return Program(with_one, program.cfg, machine).overlapped() - program.overlapped()
-
-
-# --- The step -----------------------------------------------------------------------------------------------------
 
 
 class Estimate:
@@ -380,9 +374,6 @@ class Estimate:
         chip = self.machine.chip
         products = (self.flops + self.scores) / chip.speed + self.operands / chip.bandwidth
         return {"matrix products": products, "memory": self.passes / chip.bandwidth}
-
-
-# --- A layer ------------------------------------------------------------------------------------------------------
 
 
 class Layer:

@@ -29,9 +29,6 @@ COMPILED = 4  # configurations that --search compiles
 WORTH = 0.02  # share of a step that a flag must save to be named
 
 
-# --- The answer ---------------------------------------------------------------------------------------------------
-
-
 # {flag of a few words that changes how a step is computed, not what: its values}
 WAYS = {
     flag: typing.get_args(utils.FIELDS[flag].type)
@@ -177,9 +174,6 @@ def collectives_table(a):
     return [headings, *lines] if lines else []
 
 
-# --- Other configurations -----------------------------------------------------------------------------------------
-
-
 def divisors(n):
     return [d for d in range(1, n + 1) if n % d == 0]
 
@@ -268,8 +262,6 @@ def advise(a, machine):
     return f"{changed(cfg, best)} would help most: by {saved:.0%} of the step, by the formulas"
 
 
-# --- What does not fit --------------------------------------------------------------------------------------------
-
 MARGIN = 0.1  # share of a device's memory to leave free: so far off the formulas may be
 CHANGES = 3  # in a row, at most
 
@@ -353,9 +345,6 @@ def explain(cfg, machine, message):
     return f"out of memory: {needs}; {what_would_fit(cfg, machine, a.memory)}."
 
 
-# --- The search ---------------------------------------------------------------------------------------------------
-
-
 def search(cfg, machine, compiler):
     """The `answer`s of the best configuration of every mesh, the fastest first: formulas rank all of them, and the
     compiler, if it is there, checks the best."""
@@ -404,9 +393,6 @@ def table(found):
         ]
         lines.append(row.format(*cells).rstrip())
     return lines
-
-
-# --- The program --------------------------------------------------------------------------------------------------
 
 
 def compiled_answer(cfg, machine):

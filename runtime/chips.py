@@ -89,8 +89,6 @@ def chip_of(device_kind):
     return next((chip for chip in KNOWN if device_kind in chip.kinds), None)
 
 
-# --- Machines as --plan, a cloud or a grant calls them ------------------------------------------------------------
-
 # chips of the largest slice: cloud.google.com/tpu/docs, the page of each
 LARGEST = dict(v2=256, v3=1024, v4=4096, v5e=256, v5p=6144, v6e=256, v7x=9216)
 # dims of slices below a cube of 64 chips

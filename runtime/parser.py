@@ -15,8 +15,6 @@ from typing import get_args, get_origin
 
 from runtime.messages import UserError, nearest
 
-# --- Flags ---------------------------------------------------------------------------------------------------------
-
 
 def flag(default, **facts):
     """A field of the configuration: a flag with its default and what is known of it. Its help is the text below it.
@@ -79,9 +77,6 @@ def fields_of(kind):
         elif not f.metadata.get("derived"):
             found[f.name] = f
     return found
-
-
-# --- Values --------------------------------------------------------------------------------------------------------
 
 
 def type_of(f):
@@ -163,8 +158,6 @@ def unmet(f, value):
         return f"at most {most}"
     return "" if value < below else f"below {below}"
 
-
-# --- Command line --------------------------------------------------------------------------------------------------
 
 FLAG = re.compile(r"--?[A-Za-z]")  # how a flag begins; texts may begin with other hyphens
 # what other programs take after a switch
@@ -277,9 +270,6 @@ def stray(word, known):
     elif "prompt" in known:
         said += "; give --prompt with the text"
     return UserError(f"{word!r:.40}: {said}; see --help.")
-
-
-# --- Help -------------------------------------------------------------------------------------------------------
 
 
 def texts_below(kind):

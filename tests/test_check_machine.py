@@ -18,7 +18,7 @@ def checked(out, *only, **options):
     """(exit status, {check: verdict} of report.json, report.md)."""
     status = check_machine.main(check_machine.Options(str(out), only, **options))
     found = json.loads((out / "report.json").read_text())
-    verdicts = {row["name"]: row["verdict"] for row in found["checks"]}
+    verdicts = {row["check"]: row["verdict"] for row in found["checks"]}
     page = (out / "report.md").read_text()
     assert all(f"| {name} " in page for name in verdicts) and found["verdict"] in page
     return status, verdicts, page
@@ -26,11 +26,10 @@ def checked(out, *only, **options):
 
 def test_what_is_sound_passes_and_what_is_not_here_is_skipped(tmp_path):
     status, verdicts, page = checked(tmp_path, "kernel", "collective to_e", "resume", "step")
-    assert status == 0 and page.startswith("# Machine check: 7 checks passed, 4 skipped\n")
-    assert verdicts["kernel attention flash"] == verdicts["step and its plan"] == "skipped"
-    assert all(
-        part in page for part in ("8 x cpu", "it is for gpu", "no plan for cpu", "| experts ")
-    )
+    assert status == 0 and page.startswith("# Machine check: 7 checks passed, 3 skipped\n")
+    assert verdicts["kernel attention flash"] == "skipped"
+    for part in ("8 x cpu", "it is for gpu", "| experts "):
+        assert part in page
 
 
 def test_broken_parts_are_named_and_the_others_still_checked(tmp_path, monkeypatch):
@@ -43,14 +42,14 @@ def test_broken_parts_are_named_and_the_others_still_checked(tmp_path, monkeypat
     assert status == 1 and page.startswith(f"# Machine check: FAILED: {', '.join(broken)}; ")
     assert [name for name, verdict in verdicts.items() if verdict == "FAILED"] == [*broken]
     assert verdicts["collective sum_over over dp+pp+tp"] == "passed" and "AttributeError" in page
-    assert "FAILED collective next_stage over pp: gives other numbers than numpy on" in page
+    assert "Wrong: gives other numbers than numpy on mesh (1, 8, 1)" in page
 
 
 def test_a_gradient_of_another_scale_is_found():
     x = jnp.ones(3)
     with pytest.raises(machine_checks.Wrong, match="'gradients'.* 7.0e.00"):
         machine_checks.compare(dict(gradients=x), dict(gradients=8 * x), 1e-4)
-    with pytest.raises(machine_checks.Wrong, match="inf"):
+    with pytest.raises(machine_checks.Wrong, match="nan"):
         machine_checks.compare([x], [x * jnp.nan], 1e-4)
 
 
@@ -67,6 +66,4 @@ def test_an_interruption_leaves_a_page(tmp_path, monkeypatch):
 
 
 def test_mistakes_get_a_sentence(tmp_path):
-    (tmp_path / "notes").write_text("mine")
-    refusal(lambda: checked(tmp_path), f"--out {tmp_path}", "another folder")
     refusal(lambda: checked(tmp_path / "new", "nonsense"), "--only nonsense")

@@ -59,8 +59,7 @@ def compared(*words):
 def test_every_run_is_printed_and_drawn(tmp_path, capsys):
     a = write_run(tmp_path / "a", [5.0, 4.0, 4.5])
     b = write_run(tmp_path / "b", [5.5, math.nan, 5.25], speed=2000.0, n_experts=16)
-    output = tmp_path / "picture.png"
-    compared(a, b, "--output", output)
+    compared(a, b, "--output", tmp_path / "picture.png")
     rows = rows_of(capsys.readouterr().out)
     for heading, *cells in (
         ("final loss", "4.5000", "5.2500"),
@@ -70,7 +69,7 @@ def test_every_run_is_printed_and_drawn(tmp_path, capsys):
         assert [row[heading] for row in rows.values()] == cells, heading
     total, _, embedding = model.count_params(small_config(sequences=8))
     assert rows["a"]["parameters"] == f"{(total + embedding) / 1000:.0f}k"
-    assert output.read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
     diverged = write_run(tmp_path / "diverged", [math.nan] * 2)
     # the same name twice: each run has its path
     compared(a, a + "/", diverged, "--output", tmp_path / "same.svg")
@@ -79,12 +78,10 @@ def test_every_run_is_printed_and_drawn(tmp_path, capsys):
 
 
 def test_what_is_no_run_is_named(tmp_path):
-    run, empty = write_run(tmp_path / "run", [5.0]), tmp_path / "empty"
-    empty.mkdir()
+    run = write_run(tmp_path / "run", [5.0])
     begun = write_run(tmp_path / "begun", [])
     for runs, output, said in (
-        ((run, str(empty)), "x.png", f"{empty}: is no run directory"),
-        ((run, str(tmp_path / "none")), "x.png", "none: is no run directory"),
+        ((run, tmp_path / "none"), "x.png", "none: is no run directory"),
         ((begun,), "x.png", "begun: its metrics.jsonl holds no evaluation"),
         ((run,), "x.gif", f"--output {tmp_path}/x.gif: must be a file that ends in .png"),
         ((run,), "run/config.json/x.png", "cannot be written"),

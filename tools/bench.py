@@ -3,23 +3,21 @@
 python tools/bench.py --preset tiny --vary remat=full remat=none [--json FILE]
 
 Takes every flag of main.py and trains on random tokens, on one host. Each configuration runs in a process of its own.
-They take turns, a round of a few steps each, so that other load on the machine slows all of them alike.
+On CPUs they take turns, a round of a few steps each, so that other load on the machine slows all of them alike.
 """
 
-import os
-import sys
-
-if __name__ in ("__main__", "__mp_main__"):
-    sys.path[0] = os.path.realpath(__file__ + "/../..")
-    from runtime import interrupts
-
-    interrupts.begin()
+if __name__ == "__mp_main__":
+    from tools import begin
+elif not __package__:
+    import begin
 
 import math
 import multiprocessing
+import os
 import platform
 import re
 import resource
+import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -30,7 +28,7 @@ from pathlib import Path
 import numpy as np
 
 import utils
-from runtime import chips, parser, platforms
+from runtime import chips, interrupts, parser, platforms
 from runtime.files import check_place, write_json
 from runtime.messages import UserError
 from tools import common
@@ -104,43 +102,35 @@ def peak_bytes():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-class Worker:
-    """The process of a configuration. Raises UserError where it ends too early."""
-
-    def __init__(self, name, cfg):
-        self.name = name
-        self.rounds = []  # (wall, CPU) seconds of each
-        # a fork would share what jax began
-        self.process = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-        self.about = self.call(prepare, cfg)
-
-    def call(self, function, *args):
-        try:
-            return self.process.submit(function, *args).result()
-        except BrokenProcessPool:
-            raise UserError(f"{self.name}: its process died; see its output above.") from None
+def call(process, function, *args):
+    """What a function returns in the process of a configuration. Raises UserError where that ends too early."""
+    try:
+        return process.submit(function, *args).result()
+    except BrokenProcessPool:
+        words = "--vary: the process of a configuration died; see its output above."
+        raise UserError(words) from None
 
 
 def measure(configurations, rounds, steps):
     """[dict of numbers] of [(name, Config)]: each quantity with a spread is [lower quartile, median, upper one]."""
     groups = [configurations]
-    if platforms.platform() == "tpu":  # it belongs to one process at a time
+    if platforms.platform() != "cpu":  # an accelerator's memory belongs to one process at a time
         groups = [[configuration] for configuration in configurations]
-    if platforms.platform() == "gpu":  # its memory is shared; jax alone takes three quarters
-        share = min(0.75, 0.9 / len(configurations))
-        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{share:.3f}")
+    spawn = multiprocessing.get_context("spawn")  # a fork would share what jax began
     rows = []
-    first = None
     for group in groups:
-        workers = [Worker(name, cfg) for name, cfg in group]
+        processes = [ProcessPoolExecutor(1, spawn) for _ in group]
+        about = [call(process, prepare, cfg) for process, (_, cfg) in zip(processes, group)]
+        seconds = []  # [round, configuration, 2]
         for _ in range(1 + rounds):  # the first is the warm-up
-            for worker in workers:
-                worker.rounds.append(worker.call(run_steps, steps))
-        for worker in workers:
-            speeds = worker.about["tokens_per_step"] * steps / np.array(worker.rounds[1:]).T
-            first = speeds[0] if first is None else first
-            rows.append(row(worker, *speeds, first))
-            worker.process.shutdown()
+            seconds.append([call(process, run_steps, steps) for process in processes])
+        for i, process in enumerate(processes):
+            speeds = about[i]["tokens_per_step"] * steps / np.array(seconds)[1:, i].T
+            if not rows:
+                first = speeds[0]
+            peak = call(process, peak_bytes)
+            rows.append(row(group[i][0], about[i], speeds, first, peak))
+            process.shutdown()
     return rows
 
 
@@ -148,20 +138,21 @@ def quartiles(x):
     return np.percentile(x, (25, 50, 75)).tolist()
 
 
-def row(worker, speed, per_cpu_second, first):
-    """The numbers of one Worker, of its tokens per second and per CPU second in each round, and the first's."""
-    about = worker.about
+def row(name, about, speeds, first, peak):
+    """The numbers of a configuration. speeds: tokens per second and per CPU second of each round; first: the former of
+    the first configuration."""
+    speed, per_cpu_second = speeds
     mfu = None
     if chip := chips.chip_of(about["device"]):
         mfu = quartiles(speed * about["flops_per_token"] / chip.peak / about["devices"])
     return about | dict(
-        name=worker.name,
+        name=name,
         rounds=len(speed),
         tokens_per_second=quartiles(speed),
         ratio=quartiles(speed / first),
         step_seconds=quartiles(about["tokens_per_step"] / speed),
         tokens_per_cpu_second=quartiles(per_cpu_second),
-        peak_bytes=worker.call(peak_bytes),
+        peak_bytes=peak,
         mfu=mfu,
     )
 
@@ -212,24 +203,16 @@ def parse(argv):
     own, flags = utils.read_own_flags(Options, argv, "tools/bench.py")
     configurations = []
     for variant in own.vary or [""]:
-        given = command_line.parse([*flags, *words_of(variant)])
-        if machine := given.cfg.plan.plan:
-            raise UserError(f"--plan {machine}: bench.py runs steps; give the flag to main.py.")
+        words = re.sub(r"(\S+)", r"--\1", variant)  # "a=1,2 no_b" -> --a 1 2 --no_b
+        given = command_line.parse([*flags, *re.findall(r"[^\s=,]+", words)])
+        if given.cfg.plan.plan:
+            raise UserError("--plan: bench.py runs steps; give the flag to main.py.")
         # what is measured is compiling, not reading
         cfg = settings.follow(given.follow(compilation_cache="")).cfg
         # the validation batch is no part of the step: any that fits will do
         cfg = utils.replace(cfg, val_batch_size=cfg.data.microbatches)
         configurations.append((variant or cfg.run.preset, cfg))
     return own, configurations
-
-
-def words_of(variant):
-    """Command-line words of a variant: "a=1,2 no_b" -> --a 1 2 --no_b."""
-    words = []
-    for part in variant.split():
-        flag, _, values = part.partition("=")
-        words += [f"--{flag}", *filter(None, values.split(","))]
-    return words
 
 
 def main(argv):
@@ -244,8 +227,7 @@ def main(argv):
         f"{first['devices']} x {first['device']}, {where['cores']} cores of {where['cpu']}, "
         f"{first['tokens_per_step']:,} tokens a step, {own.rounds} rounds of {own.steps} steps"
     )
-    lines = [list(cells(row).values()) for row in rows]
-    print("\n".join(common.markdown(list(cells(first)), lines)))
+    print(common.markdown(list(map(cells, rows))))
     if own.json:
         write_json(own.json, where | dict(configurations=rows))
 

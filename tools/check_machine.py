@@ -2,34 +2,27 @@
 
 python tools/check_machine.py
 
-It needs neither data nor flags, and runs on one host. The page is written anew with each check: Ctrl-C or a crash
-leaves what was found until then.
+It needs neither data nor flags, and runs on one host. The page is written anew with each check.
 """
 
-import os
-import sys
+if not __package__:
+    import begin
 
-if __name__ == "__main__":
-    sys.path[0] = os.path.realpath(__file__ + "/../..")
-    from runtime import interrupts
-
-    interrupts.begin()
-
+import contextlib
 import math
+import sys
 import time
 import traceback
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
-from types import SimpleNamespace
 
 import utils
-from runtime import chips, parser, platforms
+from runtime import interrupts, parser
 from runtime.files import check_place, names_in, read_json, write_file, write_json
-from runtime.messages import UserError, first_line, say
+from runtime.messages import UserError, first_line, one_sentence, say
 from tools import bench, common
-
-PROGRAM = "tools/check_machine.py"
 
 
 @dataclass(frozen=True)
@@ -47,13 +40,14 @@ class Options:
 
 
 if __name__ == "__main__":
-    options_given = common.read_options(Options, PROGRAM)
-    platforms.set_xla_flags(options_given.n_devices)
+    options_given = common.read_options(Options, "tools/check_machine.py")
 
 import jax
 import numpy as np
 
-from planning import machines, plan
+import model
+from kernels import attention
+from planning import plan
 from presets import PRESETS, preset
 from tools import machine_checks as checks
 from tools import trace
@@ -66,9 +60,6 @@ PACKAGES = "jax jaxlib jax-cuda12-plugin jax-cuda13-plugin nvidia-nccl-cu12 libt
 LATEST = {"model": 0.5, "flag": 0.8}
 LONG = 2.0  # planned seconds of a step above which its batch is cut
 ROUNDS, STEPS = 5, 2  # measured after a first step
-VARIED = ("remat", "fsdp")
-
-# --- The step -----------------------------------------------------------------------------------------------------
 
 
 def presets_that_fit(devices):
@@ -79,15 +70,12 @@ def presets_that_fit(devices):
         cfg = preset(name)
         if machine.chip.float32:
             cfg = utils.replace(cfg, model_dtype="float32")
-        try:
+        with contextlib.suppress(UserError):  # it cannot be spread over so many devices
             cfg = cut_batch(settings.validate(cfg, len(devices)), machine)
-        except UserError:  # it cannot be spread over so many devices
-            continue
-        a = plan.answer(cfg, machine)
-        if fits(a):
-            found.append((a.parameters["total"], name, cfg))
+            found.append((model.count_params(cfg)[0], name, cfg))
     for _, _, cfg in sorted(found, reverse=True):
-        yield cfg
+        if fits(plan.answer(cfg, machine)):
+            yield cfg
 
 
 def cut_batch(cfg, machine):
@@ -114,8 +102,7 @@ class Step:
         self.presets = presets_that_fit(jax.devices())
         self.cfg = None
         self.rows = []  # of bench.row; the first is of the preset's own flags
-        self.trace = []  # lines
-        self.plan = []  # lines
+        self.report = ""  # of a trace, beside the plan
 
     def measure(self):
         """Measure the step of the largest preset that was not tried yet."""
@@ -137,11 +124,11 @@ class Step:
         if not math.isfinite(metrics["loss/train_loss"]):
             raise Wrong("the loss of the first step is not finite")
         seconds = np.transpose([bench.run_steps(STEPS) for _ in range(ROUNDS)])
-        speed, per_cpu_second = about["tokens_per_step"] * STEPS / seconds
-        first = self.rows[0]["tokens_per_second"][1] if self.rows else np.median(speed)
-        worker = SimpleNamespace(name=name, about=about, call=lambda function: function())
-        self.rows.append(bench.row(worker, speed, per_cpu_second, first))
-        return self.rows[-1]
+        speeds = about["tokens_per_step"] * STEPS / seconds
+        first = self.rows[0]["tokens_per_second"][1] if self.rows else np.median(speeds[0])
+        row = bench.row(name, about, speeds, first, bench.peak_bytes())
+        self.rows.append(row)
+        return row
 
     def need(self):
         if not self.rows:
@@ -157,24 +144,9 @@ class Step:
         profile.note(3)
         profile.close()
         opened = trace.open_trace(cfg.run.folder)
-        found = trace.measure(opened)
-        self.trace = trace.report(opened, found, trace.beside(opened, found))
+        found = trace.Shares(opened)
+        self.report = trace.report(opened, found)
         return f"{found.step:.4f} s of a device in a step"
-
-    def make_plan(self):
-        """Plan the program that was measured."""
-        self.need()
-        kind = self.rows[0]["device"]
-        if not chips.chip_of(kind):
-            raise Skipped(f"there is no plan for {kind}, whose speeds are not known")
-        program = bench.compiled["step"]
-        used = program.memory_analysis()
-        arguments = used.argument_size_in_bytes
-        temporaries = used.peak_memory_in_bytes - arguments
-        compiled = machines.Compiled(program.as_text(), arguments, temporaries)
-        a = plan.answer(self.cfg, self.machine, compiled)
-        self.plan = plan.report(a, self.machine)
-        return f"{a.overlapped['step']:.4f} s a step"
 
     def vary(self, flag, value):
         """Measure the step with another value of a flag."""
@@ -186,16 +158,19 @@ class Step:
         return f"{row['ratio'][1]:.2f} x the speed of the preset's own flags"
 
 
-# --- The checks ---------------------------------------------------------------------------------------------------
-
-
 def checks_of(step):
     """{name: check}, in the order in which they run."""
     n = 1 << jax.device_count().bit_length() - 1  # a power of two, which meshes divide
     meshes = checks.all_meshes(n)
-    found = checks.kernel_checks()
-    for name, one in checks.list_collectives(n).items():
-        found[name] = partial(checks.check_collective, one, n)
+    found = {}
+    for name in attention.ATTENTION:
+        if name != "xla":
+            found[f"kernel attention {name}"] = partial(checks.check_attention, name)
+    found["kernel loss"] = checks.check_loss
+    found["kernel grouped"] = checks.check_grouped
+    for name, (axes, *_) in checks.list_collectives(n).items():
+        along = "+".join(axes)
+        found[f"collective {name} over {along}"] = partial(checks.check_collective, name, n)
     found["resume"] = partial(checks.check_resume, n, meshes[0])
     for mesh in meshes:
         for name in checks.MODELS:
@@ -204,8 +179,7 @@ def checks_of(step):
     found["step"] = step.measure
     found["step of a smaller preset"] = step.measure  # where the plan erred
     found["step and its trace"] = step.profile
-    found["step and its plan"] = step.make_plan
-    for flag in VARIED:
+    for flag in ("remat", "fsdp"):
         for value in plan.WAYS[flag]:
             if value != utils.FIELDS[flag].default:
                 found[f"flag --{flag} {value}"] = partial(step.vary, flag, value)
@@ -220,71 +194,56 @@ class Report:
         self.step = step
         self.machine = machine()
         self.began = time.monotonic()
-        self.rows = []  # {name, verdict, found, seconds} of each check
+        self.rows = []  # of each check
         self.whole = False
 
     def run(self, name, check):
         """Run a check. Whatever it raises fails it, but Skipped."""
-        row = dict(name=name, verdict="did not end", found="", seconds=None)
+        row = dict(check=name, verdict="did not end", found="", seconds=0.0, traceback="")
         self.rows.append(row)
         self.write()
         began = time.monotonic()
         jax.config.update("jax_default_matmul_precision", None)  # whatever an earlier check set
         try:
-            if began - self.began > 60 * self.options.minutes * LATEST.get(name.split()[0], 1):
+            share = LATEST.get(name.split()[0], 1)
+            if began - self.began > 60 * self.options.minutes * share:
                 raise Skipped(f"--minutes {self.options.minutes:g} leaves no time for it")
             row.update(found=check(), verdict="passed")
         except Skipped as e:
             row.update(found=str(e), verdict="skipped")
-        except (Wrong, UserError) as e:
-            row.update(found=str(e), verdict="FAILED")
         except Exception as e:  # whatever a machine makes the libraries raise
-            words = f"{type(e).__name__}: {first_line(e)}"
-            row.update(found=words, verdict="FAILED", traceback=traceback.format_exc())
-        row["seconds"] = time.monotonic() - began
-        say(f"{row['verdict']:<7} {name}: {row['found']} ({row['seconds']:.0f} s)")
-
-    def named(self, verdict):
-        return [row["name"] for row in self.rows if row["verdict"] == verdict]
+            row.update(found=f"{type(e).__name__}: {first_line(e)}", verdict="FAILED")
+            row["traceback"] = traceback.format_exc()
+        row["seconds"] = round(time.monotonic() - began, 1)
+        say(f"{row['verdict']:<7} {name}: {row['found']} ({row['seconds']} s)")
 
     def verdict(self):
-        """One line, which the page begins with."""
-        failed = self.named("FAILED")
-        words = f"{len(self.named('passed'))} checks passed, {len(self.named('skipped'))} skipped"
-        if failed:
+        """One line, with which the page begins."""
+        counts = Counter(row["verdict"] for row in self.rows)
+        words = f"{counts['passed']} checks passed, {counts['skipped']} skipped"
+        if counts["FAILED"]:
+            failed = [row["check"] for row in self.rows if row["verdict"] == "FAILED"]
             words = f"FAILED: {', '.join(failed)}; {words}"
         return words if self.whole else f"not finished; {words}"
 
     def write(self):
+        """Write report.json, and the same as report.md."""
         step = self.step
-        content = dict(program=PROGRAM, verdict=self.verdict(), machine=self.machine)
-        content |= dict(checks=self.rows, configurations=step.rows)
-        content |= dict(trace=step.trace, plan=step.plan)
+        content = dict(verdict=self.verdict(), machine=self.machine, checks=self.rows)
+        content |= dict(configurations=step.rows, trace=step.report)
         write_json(f"{self.options.out}/report.json", content)
-        write_file(f"{self.options.out}/report.md", "\n".join(self.page()) + "\n")
-
-    def page(self):
-        """Lines of Markdown."""
-        lines = [f"# Machine check: {self.verdict()}", ""]
-        for row in self.rows:
-            if row["verdict"] == "FAILED":
-                lines.append(f"- FAILED {row['name']}: {row['found']}")
-        lines += [f"- {name}: {value}" for name, value in self.machine.items()]
-        lines += ["- attach this page and report.json to an issue, whatever the verdict is", ""]
-        if self.step.rows:
-            lines += ["## Train steps", ""]
-            cells = [bench.cells(row) for row in self.step.rows]
-            lines += common.markdown(list(cells[0]), [list(one.values()) for one in cells])
-            lines += ["", "(On accelerators peak GB is the largest of all steps so far.)"]
-            for about in filter(None, (self.step.trace, self.step.plan)):
-                lines += ["", "```", *about, "```"]
-            lines.append("")
-        lines += ["## Checks", ""]
-        rows = []
-        for row in self.rows:
-            seconds = "" if row["seconds"] is None else f"{row['seconds']:.1f}"
-            rows.append([row["name"], row["verdict"], row["found"].replace("|", "/"), seconds])
-        return lines + common.markdown(["check", "verdict", "found", "seconds"], rows)
+        parts = [f"# Machine check: {self.verdict()}"]
+        parts.append("\n".join(f"- {name}: {value}" for name, value in self.machine.items()))
+        parts.append("Attach this page and report.json to an issue, whatever the verdict is.")
+        if step.rows:
+            parts += ["## Train steps", common.markdown(list(map(bench.cells, step.rows)))]
+            parts.append("(On accelerators peak GB is the largest of all steps so far.)")
+        if step.report:
+            parts.append(step.report)
+        shown = ("check", "verdict", "found", "seconds")
+        rows = [{key: str(row[key]).replace("|", "/") for key in shown} for row in self.rows]
+        parts += ["## Checks", common.markdown(rows)]
+        write_file(f"{self.options.out}/report.md", "\n\n".join(parts) + "\n")
 
 
 def machine():
@@ -292,10 +251,8 @@ def machine():
     devices, here = jax.devices(), bench.machine()
     versions = [f"Python {sys.version.split()[0]}"]
     for package in PACKAGES.split():
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             versions.append(f"{package} {metadata.version(package)}")
-        except metadata.PackageNotFoundError:
-            pass
     return {
         "devices": f"{len(devices)} x {devices[0].device_kind}",
         "host": f"{here['cores']} cores of {here['cpu']}",
@@ -309,7 +266,7 @@ def machine():
 def main(options):
     """Run the checks and write the page. Returns 1 where any failed, else 0."""
     check_place(f"{options.out}/report.md", "--out")
-    if names_in(options.out) and read_json(options.out, "report.json").get("program") != PROGRAM:
+    if names_in(options.out) and "verdict" not in read_json(options.out, "report.json"):
         raise UserError(f"--out {options.out}: holds files of others; give another folder.")
     step = Step(options.out)
     found = checks_of(step)
@@ -323,15 +280,11 @@ def main(options):
     report.whole = True
     report.write()
     say(f"{report.verdict()}; {options.out}/report.md has all of it")
-    return 1 if report.named("FAILED") else 0
-
-
-def run(options):
-    """End the process with the status of `main`, or at once after a signal: the devices may hang."""
-    words = f"interrupted; {options.out}/report.md has what was found until then"
-    interrupts.watch(lambda number: interrupts.end(128 + number, words))
-    sys.exit(main(options))
+    return int("FAILED" in report.verdict())
 
 
 if __name__ == "__main__":
-    interrupts.run(lambda: run(options_given))
+    # at once after a signal: the devices may hang
+    words = f"interrupted; {options_given.out}/report.md has what was found until then"
+    interrupts.watch(lambda number: interrupts.end(128 + number, words))
+    sys.exit(one_sentence(lambda: main(options_given)))

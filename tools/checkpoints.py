@@ -5,15 +5,10 @@ python tools/checkpoints.py runs/tiny
 It needs no accelerator, and may look at a run that is in progress. To delete a checkpoint, remove its folder.
 """
 
+if not __package__:
+    import begin
+
 import os
-import sys
-
-if __name__ == "__main__":
-    sys.path[0] = os.path.realpath(__file__ + "/../..")
-    from runtime import interrupts
-
-    interrupts.begin()
-
 from dataclasses import dataclass
 
 import jax
@@ -60,19 +55,17 @@ def main(options):
         raise UserError(f"{options.run_dir}: there are no checkpoints in it.")
     damaged = 0
     for step in found:
-        wrong = complaint(checkpoints, step)
-        damaged += wrong is not None
-        words = f"damaged: {wrong}" if wrong else about(checkpoints.meta(step))
+        if wrong := complaint(checkpoints, step):
+            damaged += 1
+            words = f"damaged: {wrong}"
+        else:
+            meta = checkpoints.meta(step)
+            words = f"sound, after {meta['sequences']:,} sequences"
+            if meta["val_loss"] is not None:
+                words += f", validation loss {meta['val_loss']:.4f}"
         print(f"{step}  {words}", flush=True)
     if damaged:
         raise UserError(f"{options.run_dir}: {damaged} of {len(found)} checkpoints are damaged.")
-
-
-def about(meta):
-    """What was saved beside a sound checkpoint, in words."""
-    loss = meta["val_loss"]
-    measured = "" if loss is None else f", validation loss {loss:.4f}"
-    return f"sound, after {meta['sequences']:,} sequences{measured}"
 
 
 if __name__ == "__main__":

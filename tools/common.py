@@ -20,8 +20,8 @@ class Options:
     """Flags of every such program; those of utils.py that have the same name mean the same."""
 
     model: str = place()
-    """A run directory or its gs:// or s3:// address, whose newest sound checkpoint is taken, a local folder in the
-    Hugging Face format, or a model of its hub, hf://ORGANISATION/NAME, with @REVISION behind it."""
+    """A run directory, local or gs:// or s3://, whose newest sound checkpoint is taken, a local folder in the Hugging
+    Face format, or a model of its hub, hf://ORGANISATION/NAME, with @REVISION behind it."""
     n_device_axis: Mesh = utils.Run.n_device_axis
     """Mesh shape: dp pp tp, as for main.py; it need not be the one that the model was trained on."""
     n_devices: int = utils.Run.n_devices
@@ -32,9 +32,8 @@ class Options:
     model_dtype: Literal["bfloat16", "float32"] | None = None
     """Type of activations and matrices; None: the one that the model was trained in."""
     start: Literal["auto", "end_of_text", "nothing"] = "auto"
-    """What precedes a prompt, or a question of --tasks: the end-of-text token, as in training here, or nothing. auto:
-    what a tokenizer.json puts there; before the prompts of models trained here the end-of-text token. A question
-    without context always has the end-of-text or beginning-of-text token before it."""
+    """What precedes a prompt, or a question of --tasks with a context: the end-of-text token, or nothing. auto: what a
+    tokenizer.json puts there; before the prompts of models trained here the end-of-text token."""
     compilation_cache: str = utils.Run.compilation_cache
     """Folder of XLA's persistent compilation cache; empty: none."""
 
@@ -109,7 +108,12 @@ def open_model(options, text):
     from training import steps
 
     flags, load = weights.open_weights(options.model)
-    encoding = open_tokenizer(hub.folder_of(options.model), flags["vocab_size"], text)
+    folder = hub.folder_of(options.model)
+    encoding = tokenization.folder_tokenizer(folder)
+    if encoding is None and text:
+        raise UserError(f"{folder}: has no tokenizer; put its tokenizer.json there.")
+    if encoding and encoding.n_vocab > flags["vocab_size"]:
+        raise UserError(f"{folder}: its tokenizer has more tokens than the model's vocabulary.")
     most = weights.positions(options.model, flags["T"])
     if options.T > most:
         said = f"--T {options.T}: {options.model} was made for {most} tokens"
@@ -131,16 +135,6 @@ def open_model(options, text):
     return cfg, mesh, params, encoding
 
 
-def open_tokenizer(folder, vocab_size, needed):
-    """The tokenizer of the model in `folder`, or None. Raises UserError where it is `needed` or too large."""
-    encoding = tokenization.folder_tokenizer(folder)
-    if encoding is None and needed:
-        raise UserError(f"{folder}: has no tokenizer; put its tokenizer.json there.")
-    if encoding and encoding.n_vocab > vocab_size:
-        raise UserError(f"{folder}: its tokenizer has more tokens than the model, {vocab_size}.")
-    return encoding
-
-
 def warn_or_refuse(name, said):
     """Warn that the positions of an architecture are exceeded. Raises UserError where it learns them."""
     if architecture(name).learns_positions:
@@ -151,7 +145,7 @@ def warn_or_refuse(name, said):
 def config_of(options, flags):
     """The Config, not validated yet, for a model of these flags on the mesh of `options`."""
     batch = max(1, options.n_device_axis[1])  # any batch that fits the mesh does
-    own = dict(
+    flags = flags | dict(
         n_device_axis=options.n_device_axis,
         n_devices=options.n_devices,
         compilation_cache=options.compilation_cache,
@@ -163,15 +157,15 @@ def config_of(options, flags):
         val_batch_size=batch,
     )
     if options.model_dtype:
-        own["model_dtype"] = options.model_dtype
-    return utils.replace(utils.Config(), **flags | own)
+        flags["model_dtype"] = options.model_dtype
+    return utils.replace(utils.Config(), **flags)
 
 
 def stored_config(flags):
     """The Config of {flag: value} as config.json has it; flags that it lacks have their defaults."""
-    flags = {name: value for name, value in flags.items() if name in utils.FIELDS}
-    mesh = tuple(flags["n_device_axis"])
-    return utils.replace(utils.Config(), **flags | dict(n_device_axis=mesh))
+    flags = {name: flags[name] for name in flags.keys() & utils.FIELDS}
+    flags["n_device_axis"] = tuple(flags["n_device_axis"])
+    return utils.replace(utils.Config(), **flags)
 
 
 def tokens_per_step(cfg):
@@ -181,24 +175,32 @@ def tokens_per_step(cfg):
     return math.prod(steps.batch_shape(cfg))
 
 
-def markdown(headings, rows):
-    """Lines of a Markdown table, its columns aligned; all cells are text, the first of each row a name."""
-    first, *others = [max(map(len, column)) for column in zip(headings, *rows)]
-    rules = ["-" * first, *(":".rjust(width, "-") for width in others)]
-    lines = []
-    for name, *numbers in [headings, rules, *rows]:
+def cell(value, error, form):
+    """A number, and its standard error if there is one, as text."""
+    text = f"{value:{form}}"
+    return text if error is None else f"{text} ± {error:{form.lstrip('+')}}"
+
+
+def markdown(rows):
+    """A Markdown table of rows {heading: text}, its columns aligned, the first one of names."""
+    lines = [list(rows[0]), *(list(row.values()) for row in rows)]
+    first, *others = [max(map(len, column)) for column in zip(*lines)]
+    lines.insert(1, ["-" * first, *(":".rjust(width, "-") for width in others)])
+    table = []
+    for name, *numbers in lines:
         cells = [name.ljust(first), *map(str.rjust, numbers, others)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        table.append(f"| {' | '.join(cells)} |")
+    return "\n".join(table)
 
 
 def before_prompt(options, encoding):
     """Token ids that `options.start` puts before every prompt."""
-    if options.start == "nothing":
-        return []
     from inference import hub  # here: it imports jax
 
-    folder = hub.folder_of(options.model)
-    trained_here = "data_fingerprint" in read_json(folder, "config.json")
-    own = isinstance(encoding, tokenization.HubTokenizer) and not trained_here
-    return encoding.before_text() if own and options.start == "auto" else [encoding.eot_token]
+    if options.start == "nothing":
+        return []
+    if options.start == "auto" and isinstance(encoding, tokenization.HubTokenizer):
+        config = read_json(hub.folder_of(options.model), "config.json")
+        if "data_fingerprint" not in config:  # not trained here
+            return encoding.before_text()
+    return [encoding.eot_token]

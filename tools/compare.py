@@ -6,17 +6,12 @@ python tools/compare.py runs/base-seed* runs/high-seed*
 Runs whose names differ in their end -seedN alone are one line: their mean and its standard error.
 """
 
-import os
-import sys
-
-if __name__ == "__main__":
-    sys.path[0] = os.path.realpath(__file__ + "/../..")
-    from runtime import interrupts
-
-    interrupts.begin()
+if not __package__:
+    import begin
 
 import io
 import math
+import os
 import re
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -79,21 +74,19 @@ def read_curve(folder):
 def mean_and_error(values):
     """The mean over seeds [seed, ...], and its standard error, 0 for a single seed."""
     n = len(values)
-    spread = np.std(values, 0, ddof=1) if n > 1 else 0 * values[0]
-    return np.mean(values, 0), spread / math.sqrt(n)
+    return np.mean(values, 0), np.std(values, 0, ddof=min(1, n - 1)) / math.sqrt(n)
 
 
 def cell(values, form):
-    """`mean_and_error` as text, each number as `form` says; "-" where there is none."""
+    """`mean_and_error` as text; "-" where there is none."""
     if not values or math.isnan(sum(values)):
         return "-"
     mean, error = mean_and_error(values)
-    text = f"{mean:{form}}"
-    return f"{text} ± {error:{form.lstrip('+')}}" if len(values) > 1 else text
+    return common.cell(mean, error if len(values) > 1 else None, form)
 
 
 def table(groups, marks, target):
-    """Lines of a Markdown table of groups of runs, {name: {seed: Curve}}, beside the first group.
+    """A Markdown table of groups of runs, {name: {seed: Curve}}, beside the first group.
 
     marks: numbers of tokens; none: evaluations of the first run at about a quarter, half and three quarters of it.
     target: a loss; None: the first group's final one, of each seed its own.
@@ -106,6 +99,15 @@ def table(groups, marks, target):
     for name, runs in groups.items():
         curves = list(runs.values())
         cfg = curves[0].cfg
+        total, active, embedding = model.count_params(cfg)
+        row = {"run": name}
+        row["parameters"] = in_millions(total + embedding)
+        row["active"] = in_millions(active + embedding)
+        row["tokens"] = in_millions(curves[0].tokens[-1])
+        for mark in marks:
+            losses = [np.interp(mark, run.tokens, run.loss, math.nan, math.nan) for run in curves]
+            row[f"loss at {in_millions(mark)}"] = cell(losses, ".4f")
+        row["final loss"] = cell([run.loss[-1] for run in curves], ".4f")
         differences, to_target, shares = [], [], []
         for seed in sorted(runs.keys() & first.keys()):
             run, other = runs[seed], first[seed]
@@ -114,24 +116,13 @@ def table(groups, marks, target):
             differences.append(run.loss[-1] - other.loss[-1])
             to_target.append(reached / 1e6)
             shares.append(reached / other.tokens_to(loss))
-        total, active, embedding = model.count_params(cfg)
-        row = {
-            "run": name,
-            "parameters": in_millions(total + embedding),
-            "active": in_millions(active + embedding),
-            "tokens": in_millions(curves[0].tokens[-1]),
-        }
-        for mark in marks:
-            losses = [np.interp(mark, run.tokens, run.loss, math.nan, math.nan) for run in curves]
-            row[f"loss at {in_millions(mark)}"] = cell(losses, ".4f")
-        row["final loss"] = cell([run.loss[-1] for run in curves], ".4f")
         row[f"against {first_name}"] = cell(differences, "+.4f")
         row["M tokens to target"] = cell(to_target, ".3f")
         row[f"x {first_name}'s"] = cell(shares, ".3f")
         row["MFLOP/token"] = f"{model.flops_per_token(cfg) / 1e6:.2f}"
         row["tokens/s"] = cell([run.speed for run in curves], ",.0f")
         rows.append(row)
-    return common.markdown(list(rows[0]), [list(row.values()) for row in rows])
+    return common.markdown(rows)
 
 
 def in_millions(n):
@@ -164,31 +155,26 @@ def picture(groups, kind):
 
 def read_groups(folders):
     """{name: {seed: Curve}} of run directories: those of NAME-seedN under NAME, any other by itself. Raises UserError
-    where runs of a group differ in more than their seed; warns of runs that were evaluated on other text."""
+    where runs of a group differ in more than their seed; warns of other lengths and of other texts."""
     names = [os.path.basename(folder.rstrip("/")) for folder in folders]
     if len(set(names)) < len(names):
         names = folders
     groups = {}
     curves = [read_curve(folder) for folder in folders]
     for name, curve in zip(names, curves):
-        seeded = re.fullmatch(r"(.+)-seed(\d+)", name)
-        group, seed = seeded.groups() if seeded else (name, "")
+        group = re.sub(r"-seed\d+$", "", name)
         runs = groups.setdefault(group, {})
-        runs[seed] = curve
-        check_group(next(iter(runs.values())), curve)
+        runs[name.removeprefix(group)] = curve
+        first = next(iter(runs.values()))
+        whose = f"{curve.folder} has it, and {first.folder} has"
+        advice = "give runs that differ in more than their seed names that differ before -seed"
+        flags = settings.to_resume(first.cfg, "") | {"training_steps": first.cfg.run.training_steps}
+        settings.compare(curve.cfg, flags, utils.FIELDS.keys() - {"seed"}, whose, advice)
+        if curve.tokens[-1] != first.tokens[-1]:
+            warn(f"{curve.folder} and {first.folder} are averaged, but one has trained for longer")
         if curve.text != curves[0].text:
             warn(f"{curve.folder} was evaluated on other text than {curves[0].folder}")
     return groups
-
-
-def check_group(first, curve):
-    """Raises UserError where two runs of a group differ in more than their seed; warns where one is longer."""
-    flags = settings.to_resume(first.cfg, "") | {"training_steps": first.cfg.run.training_steps}
-    whose = f"{curve.folder} has it, and {first.folder} has"
-    advice = "give runs that differ in more than their seed names that differ before -seed"
-    settings.compare(curve.cfg, flags, utils.FIELDS.keys() - {"seed"}, whose, advice)
-    if curve.tokens[-1] != first.tokens[-1]:
-        warn(f"{curve.folder} and {first.folder} are averaged, but one has trained for longer")
 
 
 @dataclass(frozen=True)
@@ -211,7 +197,7 @@ def main(options):
         raise UserError(f"--output {output}: must be a file that ends in .png, .svg or .pdf.")
     check_place(output, "--output")
     groups = read_groups(options.runs)
-    print("\n".join(table(groups, options.marks, options.target)))
+    print(table(groups, options.marks, options.target))
     write_file(output, picture(groups, output[-3:]))
     print(f"\nthe losses are drawn in {output}")
 

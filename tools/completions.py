@@ -40,36 +40,27 @@ class Refused(Exception):
         self.body = {"error": dict(message=message, type=kind, param=param, code=None)}
 
 
-# --- Requests -----------------------------------------------------------------------------------------------------
-
 Text = Annotated[str, Field(min_length=1)]
 Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
 Several = Annotated[list[str] | list[Ids], Field(min_length=1)]
-PROMPT = "must be a text, token ids, or a list of either, none of them empty"
-STOP = "must be a text or at most four, none of them empty"
-ONLY = "is not supported; leave it out, or give what changes nothing"
+# of OpenAI's parameters, what changes nothing
+UNCHANGED = dict(best_of=1, echo=False, logit_bias={}, suffix="", top_p=1)
+UNCHANGED |= dict(frequency_penalty=0, presence_penalty=0)
 
 
 class Parameters(pydantic.BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
-    """The body of a request. A description is what is said of a wrong value, in place of pydantic's words."""
+    """The body of a request."""
 
     model: str
-    prompt: str | Ids | Several = Field(description=PROMPT)
+    prompt: str | Ids | Several
     max_tokens: int = Field(16, ge=1)
     temperature: float = Field(1, ge=0, le=2)
     n: int = Field(1, ge=1, le=128)
     seed: int = Field(0, ge=-(2**63), lt=2**63)
     logprobs: int = Field(None, ge=0, le=LIKELIEST)
-    stop: Text | Annotated[list[Text], Field(max_length=4)] = Field([], description=STOP)
+    stop: Text | Annotated[list[Text], Field(max_length=4)] = []
     stream: bool = False
     user: str = ""
-    best_of: int = Field(1, ge=1, le=1, description=ONLY)
-    echo: bool = False
-    frequency_penalty: float = Field(0, ge=0, le=0, description=ONLY)
-    logit_bias: dict = Field({}, max_length=0, description=ONLY)
-    presence_penalty: float = Field(0, ge=0, le=0, description=ONLY)
-    suffix: str = Field("", max_length=0, description=ONLY)
-    top_p: float = Field(1, ge=1, le=1, description=ONLY)
 
 
 def read_parameters(body):
@@ -79,17 +70,17 @@ def read_parameters(body):
         given = {name: value for name, value in given.items() if value is not None}
     except (ValueError, RecursionError, AttributeError):
         raise Refused(400, "The body must be a JSON object.") from None
+    for name, value in UNCHANGED.items():
+        if given.pop(name, value) != value:
+            words = f"{name} is not supported; leave it out, or give what changes nothing."
+            raise Refused(400, words, name)
     given.setdefault("seed", secrets.randbits(32))
     try:
         asked = Parameters.model_validate(given)
     except pydantic.ValidationError as e:
         error = e.errors()[0]
         name = str(error["loc"][0])[:80]
-        field = Parameters.model_fields.get(name)
-        words = field and field.description or f"cannot be used: {error['msg']}"
-        raise Refused(400, f"{name} {words}.", name) from None
-    if asked.echo:
-        raise Refused(400, f"echo {ONLY}.", "echo")
+        raise Refused(400, f"{name} cannot be used: {error['msg']}.", name) from None
     if isinstance(asked.prompt, str) or isinstance(asked.prompt[0], int):
         asked.prompt = [asked.prompt]
     if isinstance(asked.stop, str):
@@ -97,9 +88,6 @@ def read_parameters(body):
     if len(asked.prompt) * asked.n > MOST_WAITING:
         raise Refused(400, f"prompt and n: these are more than {MOST_WAITING} choices.", "n")
     return asked
-
-
-# --- Answers ------------------------------------------------------------------------------------------------------
 
 
 class Answer:
@@ -160,19 +148,18 @@ class Continuation:
         """Those of the tokens whose text was shown since the last call."""
         row = self.row
         found = dict(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
-        while self.shown < len(row.tokens):
+        for token, (own, likeliest, ids) in [*zip(row.tokens, self.told)][self.shown :]:
             before = row.prompt + row.tokens[: self.shown]
             offset = len(text_of(row.encoding, before)) - row.prompt_length
             if offset >= len(row.text):
                 break
-            own, likeliest, ids = self.told[self.shown]
             alternatives = {}
-            for token, logprob in zip(ids[: self.answer.asked.logprobs], likeliest):
-                text = text_of(row.encoding, [token])
+            for other, logprob in zip(ids[: self.answer.asked.logprobs], likeliest):
+                text = text_of(row.encoding, [other])
                 if text in alternatives:  # parts of a character look alike
-                    text += f" (token {token})"
+                    text += f" (token {other})"
                 alternatives[text] = logprob
-            found["tokens"].append(text_of(row.encoding, [row.tokens[self.shown]]))
+            found["tokens"].append(text_of(row.encoding, [token]))
             found["token_logprobs"].append(own)
             found["top_logprobs"].append(alternatives)
             found["text_offset"].append(offset)
@@ -180,24 +167,17 @@ class Continuation:
         return found
 
 
-# --- Drawing ------------------------------------------------------------------------------------------------------
-
-
 def draw(logits, how, _):
     """As `decoding.draw_next`, each row with a temperature and a seed of its own, so that no row depends on the others:
     ((token, its log p, the log p of the likeliest tokens, these tokens), how to draw the next)."""
-    hot = how["temperature"] > 0
 
-    def draw_row(seed, count, logits):
+    def draw_row(logits, temperature, seed, count):
         key = jax.random.fold_in(jax.random.key(seed), count)
-        return jax.random.categorical(key, logits)
+        hot = temperature > 0
+        drawn = jax.random.categorical(key, logits / jnp.where(hot, temperature, 1.0))
+        return jnp.where(hot, drawn, jnp.argmax(logits))
 
-    def draw_all():
-        scaled = logits / jnp.where(hot, how["temperature"], 1.0)[:, None]
-        return jax.vmap(draw_row)(how["seed"], how["count"], scaled)
-
-    greedy = jnp.argmax(logits, -1)
-    token = jnp.where(hot, lax.cond(hot.any(), draw_all, lambda: greedy), greedy)
+    token = jax.vmap(draw_row)(logits, **how)
     logprobs = jax.nn.log_softmax(logits)
     own = jnp.take_along_axis(logprobs, token[:, None], 1)[:, 0]
     likeliest, ids = lax.top_k(logprobs, LIKELIEST)
@@ -215,30 +195,19 @@ def settings(rows, temperature=0.0, seed=0):
 
 @functools.lru_cache(1)
 def programs(cfg, mesh, T):
-    """(prefill, advance) of `decoding.make_stream`, join(state, new, row) -> state with the first row of the state
-    `new` in the place of number `row`. A newer checkpoint of the same run takes the same ones."""
+    """(prefill, advance) of `decoding.make_stream`, join(state, new, row) -> state with the state `new` of one row in
+    the place of number `row`. A newer checkpoint of the same run takes the same ones."""
     specs = decoding.cache_specs(cfg)
-    dims = {kind: list(spec).index("dp") for kind, spec in specs.items()}
+    dims = 0, 0, {kind: list(spec).index("dp") for kind, spec in specs.items()}, 0
 
     def join(state, new, row):
-        def put(x, y, dim=0):
-            first = lax.slice_in_dim(y, 0, 1, axis=dim)
-            return lax.dynamic_update_slice_in_dim(x, first, row, dim)
+        def put(dim, x, y):
+            return lax.dynamic_update_slice_in_dim(x, y, row, dim)
 
-        token, position, cache, how = state
-        cache = {kind: put(x, new[2][kind], dims[kind]) for kind, x in cache.items()}
-        token, position, how = jax.tree.map(put, (token, position, how), (*new[:2], new[3]))
-        return token, position, cache, how
+        return jax.tree.map(put, jax.tree.broadcast(dims, state), state, new)
 
     stream = decoding.make_stream(cfg, mesh, None, T, draw=draw)
     return *stream, jax.jit(join, donate_argnums=0)
-
-
-def newest_step(folder):
-    """The step of the newest checkpoint of a run. Raises UserError where there is none."""
-    for step in checkpoint_steps(folder):
-        return step
-    raise UserError(f"{folder}: has no checkpoint yet.")
 
 
 class Batch:
@@ -254,10 +223,15 @@ class Batch:
         self.cfg, mesh, self.params, self.encoding = common.open_model(options, text=True)
         self.before = common.before_prompt(options, self.encoding)
         self.T = positions(folder, self.cfg.model.T)
-        self.n_rows = n_rows
         self.prefill, self.advance, self.join = programs(self.cfg, mesh, self.T)
-        self.rows = {}  # {number of a row: its Continuation}
-        self.state = None
+        unused = *decoding.pad([[0]] * n_rows, 1), settings(n_rows)
+        shapes = jax.eval_shape(self.prefill, self.params, *unused)
+        self.state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        self.rows = [None] * n_rows  # the Continuation of each that is used
+        self.waiting = deque()  # continuations without a row
+
+    def busy(self):
+        return bool(self.waiting or any(self.rows))
 
     def token_ids(self, prompt, max_tokens):
         """A prompt as token ids. Raises `Refused`."""
@@ -269,34 +243,36 @@ class Batch:
             words = f"prompt must have tokens, of the {vocabulary} of this model."
             raise Refused(400, words, "prompt")
         if len(prompt) + max_tokens > self.T:
-            words = f"max_tokens {max_tokens} after a prompt of {len(prompt)} tokens is more than"
-            raise Refused(400, f"{words} the {self.T} that this model was made for.", "max_tokens")
+            words = f"max_tokens must leave room for a prompt of {len(prompt)} in {self.T} tokens."
+            raise Refused(400, words, "max_tokens")
         return prompt
 
-    def begin(self, continuation):
-        """Read a prompt into a free row."""
-        asked, prompt = continuation.answer.asked, continuation.row.prompt
-        row = next(number for number in range(self.n_rows) if number not in self.rows)
-        n = min(self.T, length_for(len(prompt)))
-        how = settings(1, asked.temperature, asked.seed + continuation.index)
-        new = self.prefill(self.params, *decoding.pad([prompt], n), how)
-        if self.state is None:
-            unused = *decoding.pad([[0]] * self.n_rows, 1), settings(self.n_rows)
-            shapes = jax.eval_shape(self.prefill, self.params, *unused)
-            self.state = jax.tree.map(
-                lambda x, like: jnp.zeros(x.shape, x.dtype, device=like.sharding), shapes, new
-            )
-        self.state = self.join(self.state, new, row)
-        self.rows[row] = continuation
+    def take(self, answer):
+        """Have the continuations of a request wait for rows. The first event of its answer is None."""
+        asked = answer.asked
+        prompts = [self.token_ids(prompt, asked.max_tokens) for prompt in asked.prompt]
+        answer.n_prompt = sum(map(len, prompts))
+        answer.tell(None)
+        rows = [prompt for prompt in prompts for _ in range(asked.n)]
+        for index, prompt in enumerate(rows):
+            self.waiting.append(Continuation(answer, index, prompt, self.encoding))
 
     def draw(self):
-        """Draw the next tokens of all rows, and pass them on."""
+        """Read the prompts that wait into rows that are free, draw the next tokens of all rows, and pass them on."""
+        for row, used in enumerate(self.rows):
+            if self.waiting and not used:
+                one = self.rows[row] = self.waiting.popleft()
+                asked, prompt = one.answer.asked, one.row.prompt
+                ids = decoding.pad([prompt], min(self.T, length_for(len(prompt))))
+                how = settings(1, asked.temperature, asked.seed + one.index)
+                self.state = self.join(self.state, self.prefill(self.params, *ids, how), row)
         self.state, drawn = self.advance(self.params, self.state)
         tokens, *told = (np.asarray(x).swapaxes(0, 1).tolist() for x in drawn)
-        for row, continuation in [*self.rows.items()]:
-            continuation.add(tokens[row], [*zip(*(x[row] for x in told))])
-            if continuation.row.done or continuation.answer.left:
-                del self.rows[row]
+        for row, one in enumerate(self.rows):
+            if one:
+                one.add(tokens[row], [*zip(*(x[row] for x in told))])
+                if one.row.done or one.answer.left:
+                    self.rows[row] = None
 
 
 class Engine:
@@ -306,63 +282,54 @@ class Engine:
         self.n_rows = n_rows
         self.asked = queue.Queue()  # Answers to begin
         self.next = None  # one that waits until another model's are done
-        self.waiting = deque()  # continuations without a row
         self.batch = None
         threading.Thread(target=self.work, name="engine", daemon=True).start()
 
     def answer(self, asked, folder):
         """The `Answer` to `Parameters`, of the run in `folder`. Raises `Refused`."""
-        if self.asked.qsize() + len(self.waiting) > MOST_WAITING:
+        if self.asked.qsize() > MOST_WAITING:
             raise Refused(429, f"More than {MOST_WAITING} requests wait; try again later.")
         answer = Answer(asked, folder)
         self.asked.put(answer)
         return answer
 
-    def busy(self):
-        return bool(self.waiting or (self.batch and self.batch.rows))
-
     def work(self):
         while True:
+            self.begin()
             try:
-                self.turn()
+                self.batch.draw()
             except Exception as e:  # of a device, say: later requests are answered
                 warn(f"completions: {type(e).__name__}: {first_line(e)}")
-                rows = self.batch.rows.values()
-                for continuation in [*self.waiting, *rows]:
-                    continuation.answer.tell(Refused(500, f"The model failed: {first_line(e)}."))
-                self.waiting.clear()
+                for one in filter(None, [*self.batch.waiting, *self.batch.rows]):
+                    one.answer.tell(Refused(500, f"The model failed: {first_line(e)}."))
                 self.batch = None
 
-    def turn(self):
-        """Take the requests that came, and draw once for all rows."""
-        while self.next or not self.busy() or not self.asked.empty():
+    def begin(self):
+        """Begin the answers to the requests that came, and to one at least where there is nothing else to do."""
+        while True:
+            busy = self.batch and self.batch.busy()
+            nothing_new = not self.next and self.asked.empty()
+            if busy and (nothing_new or len(self.batch.waiting) >= self.n_rows):
+                return
             self.next = self.next or self.asked.get()
-            if self.busy() and self.next.folder != self.batch.folder:
-                break
+            if busy and self.next.folder != self.batch.folder:
+                return
             answer, self.next = self.next, None
             try:
-                self.accept(answer)
+                if not busy:
+                    self.open(answer.folder)
+                self.batch.take(answer)
             except Refused as e:
                 answer.tell(e)
             except Exception as e:  # whatever a damaged run makes the libraries raise
                 status = 404 if isinstance(e, UserError) else 500
                 answer.tell(Refused(status, first_line(e), "model"))
-        while self.waiting and len(self.batch.rows) < self.n_rows:
-            self.batch.begin(self.waiting[0])
-            self.waiting.popleft()  # only now: `work` refuses those that fail
-        self.batch.draw()
 
-    def accept(self, answer):
-        """Have the continuations of a request wait for rows. The first event of its answer is None."""
-        asked = answer.asked
-        if not self.busy():
-            step = newest_step(answer.folder)
-            if not self.batch or (self.batch.folder, self.batch.step) != (answer.folder, step):
-                self.batch = None  # there is room for one
-                self.batch = Batch(answer.folder, step, self.n_rows)
-        prompts = [self.batch.token_ids(prompt, asked.max_tokens) for prompt in asked.prompt]
-        answer.n_prompt = sum(map(len, prompts))
-        answer.tell(None)
-        rows = [prompt for prompt in prompts for _ in range(asked.n)]
-        for index, prompt in enumerate(rows):
-            self.waiting.append(Continuation(answer, index, prompt, self.batch.encoding))
+    def open(self, folder):
+        """Open the newest checkpoint of a run, unless it is open. Raises UserError where there is none."""
+        step = next(iter(checkpoint_steps(folder)), None)
+        if step is None:
+            raise UserError(f"{folder}: has no checkpoint yet.")
+        if not self.batch or (self.batch.folder, self.batch.step) != (folder, step):
+            self.batch = None  # there is room for one
+            self.batch = Batch(folder, step, self.n_rows)

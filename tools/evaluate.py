@@ -6,22 +6,19 @@ python tools/evaluate.py runs/tiny --tasks hellaswag,arc_easy
 Standard errors treat tokens as drawn in clusters: the sequences of shards, the documents of text.
 """
 
-import os
-import sys
-
-if __name__ == "__main__":
-    sys.path[0] = os.path.realpath(__file__ + "/../..")
-    from runtime import interrupts
-
-    interrupts.begin()
+if not __package__:
+    import begin
 
 import functools
 import glob
 import math
+import os
+import sys
 from importlib.metadata import version
 
 import utils
 from data import tokenization
+from runtime import interrupts
 from runtime.files import check_place, is_remote, read_file, to_json, write_file
 from runtime.messages import UserError
 from tools import common
@@ -46,22 +43,20 @@ from inference.scores import Piece, make_scorer, mean
 def open_shards(options, cfg, path):
     """The Corpus that --data names, or None where it names no shards. Raises UserError as Corpus does, and where the
     shards were made with another tokenizer than the model's."""
-    for folder in (path, f"{path}/val"):
-        folder = folder.rstrip("/") if is_remote(folder) else os.path.abspath(folder)
-        if not list_shards(folder):
-            continue
-        root, name = os.path.split(folder)
-        shards = [(root, folder, manifest.read(folder))]
-        warn = functools.partial(print, file=sys.stderr)  # stdout may be one JSON object
-        weights.check_tokenizer(f"--data {path}", options.model, shards, warn=warn)
-        corpus = Corpus(cfg, root, name)
-        if corpus.unverified:
-            warn(corpus.unverified)
-        return corpus
-    if inside := sorted(glob.glob(f"{glob.escape(path)}/*/val/*.npy")):
-        folder = os.path.dirname(os.path.dirname(inside[0]))
-        raise UserError(f"--data {path}: holds shards in folders; give one, such as {folder}.")
-    return None
+    folders = [path, f"{path}/val"]
+    if not is_remote(path):
+        folders = map(os.path.abspath, folders)
+    folder = next(filter(list_shards, folders), None)
+    if not folder:
+        return None
+    root, name = os.path.split(folder.rstrip("/"))
+    shards = [(root, folder, manifest.read(folder))]
+    warn = functools.partial(print, file=sys.stderr)  # stdout may be one JSON object
+    weights.check_tokenizer(f"--data {path}", options.model, shards, warn=warn)
+    corpus = Corpus(cfg, root, name)
+    if corpus.unverified:
+        warn(corpus.unverified)
+    return corpus
 
 
 def texts(path, column):
@@ -96,7 +91,8 @@ def text_pieces(documents, encoding, T, stride, limit, sizes):
 
 
 def evaluate(options, path, cfg, encoding, score):
-    """{"data", "sequences", "clusters", "tokens", "loss", ...: numbers} of one --data, with `losses`."""
+    """{"data", "sequences", "clusters", "tokens", "loss", ...: numbers} of one --data; each standard error, None of a
+    single cluster, under the name with "_error"."""
     T = options.T or cfg.model.T
     stride = options.stride or T
     if stride > T:
@@ -119,20 +115,17 @@ def evaluate(options, path, cfg, encoding, score):
         raise UserError(f"--data {path}: there is no text in it.")
     unit, sums, tokens, _ = map(np.array, zip(*scored))
     sums, tokens = np.bincount(unit, sums), np.bincount(unit, tokens)  # of each cluster
-    n_bytes = np.array(sizes)
-    if corpus:
-        n_bytes = tokens * corpus.bytes_per_token if corpus.bytes_per_token else None
-    counts = dict(data=path, sequences=len(unit), clusters=len(sums), tokens=int(tokens.sum()))
-    return counts | losses(sums, tokens, n_bytes)
-
-
-def losses(sums, tokens, n_bytes):
-    """Loss, perplexity and bits per byte, each with its standard error (None of a single cluster), of the sums of -log
-    p, the tokens and the bytes, which may be None, of clusters: arrays [clusters]."""
     loss, error = mean(sums, tokens)
-    perplexity = float(np.exp(loss))
-    bits, bits_error = (None, None) if n_bytes is None else mean(sums / math.log(2), n_bytes)
+    perplexity = math.exp(loss)
+    bits = bits_error = None
+    if not corpus or corpus.bytes_per_token:
+        n_bytes = tokens * corpus.bytes_per_token if corpus else np.array(sizes)
+        bits, bits_error = mean(sums / math.log(2), n_bytes)
     return dict(
+        data=path,
+        sequences=len(unit),
+        clusters=len(sums),
+        tokens=int(tokens.sum()),
         loss=loss,
         loss_error=error,
         perplexity=perplexity,
@@ -142,36 +135,21 @@ def losses(sums, tokens, n_bytes):
     )
 
 
-def table(rows):
-    """Lines of a table of what `evaluate` returned."""
-    headings = [key for key in rows[0] if not key.endswith("_error")]
-    cells = [[cell(row[key], row.get(f"{key}_error")) for key in headings] for row in rows]
-    return common.markdown(headings, cells)
-
-
-def cell(value, error):
-    """A value, and its standard error if there is one."""
-    if value is None or isinstance(value, str):
-        return value or "-"
-    text = f"{value:,}" if isinstance(value, int) else f"{value:,.4f}"
-    return text if error is None else f"{text} ± {error:,.4f}"
-
-
-def ask_tasks(options, cfg, mesh, params, encoding):
-    """lm_eval's results of --tasks, with the versions of what made them."""
-    from inference import tasks  # here: it takes lm_eval seconds to be imported
-
-    T = options.T or cfg.model.T
-    lm = tasks.TaskModel(cfg, mesh, encoding, options.batch_size, T, options.start)
-    loaded = tasks.load(options.tasks, options.include_path, lm, options.num_fewshot)
-    results = tasks.ask(lm, params, loaded, options.limit, bootstrap=1000)
-    about = dict(model=options.model, T=T, limit=options.limit, start=options.start)
-    versions = {name: version(name) for name in ("lm_eval", "datasets", "jax")}
-    return results | dict(config=about, packages=versions)
+def table(results):
+    """A table of what `evaluate` returned."""
+    rows = []
+    for result in results:
+        row = {key: f"{result[key]:,}" for key in ("sequences", "clusters", "tokens")}
+        for key in ("loss", "perplexity", "bits_per_byte"):
+            row[key] = "-"
+            if result[key] is not None:
+                row[key] = common.cell(result[key], result[f"{key}_error"], ",.4f")
+        rows.append({"data": result["data"]} | row)
+    return common.markdown(rows)
 
 
 def main(options):
-    """Print and return the results, {"data": [dicts of `evaluate`], "tasks": what `ask_tasks` returns, if asked}."""
+    """Print and return the results, {"data": [dicts of `evaluate`], "tasks": those of lm_eval, if asked}."""
     if not options.data and not options.tasks:
         raise UserError("--data, --tasks: give at least one of them.")
     if options.output and not is_remote(options.output):
@@ -184,22 +162,24 @@ def main(options):
         # the modules that read shards and text know them by the flags of other programs
         raise UserError(str(e).replace("--source", "--data")) from None
     results = dict(data=data)
-    if options.tasks:
-        results["tasks"] = ask_tasks(options, cfg, mesh, params, encoding)
-    as_json = to_json(results, default=str)
-    if options.output:
-        write_file(options.output, as_json + "\n")
-    if options.json:
-        print(as_json)
-        return results
-    if data:
-        print("\n".join(table(data)))
+    tables = [table(data)] if data else []
     if options.tasks:
         from lm_eval.utils import make_table
 
-        for groups in ("results", "groups"):
-            if groups in results["tasks"]:
-                print(make_table(results["tasks"], groups))
+        from inference import tasks  # here: it takes lm_eval seconds to be imported
+
+        T = options.T or cfg.model.T
+        lm = tasks.TaskModel(cfg, mesh, encoding, options.batch_size, T, options.start)
+        loaded = tasks.load(options.tasks, options.include_path, lm, options.num_fewshot)
+        found = tasks.ask(lm, params, loaded, options.limit, bootstrap=1000)
+        found["config"] = dict(model=options.model, T=T, limit=options.limit, start=options.start)
+        found["packages"] = {name: version(name) for name in ("lm_eval", "datasets", "jax")}
+        tables += [make_table(found, kind) for kind in ("results", "groups") if kind in found]
+        results["tasks"] = found
+    as_json = to_json(results, default=str)
+    if options.output:
+        write_file(options.output, as_json + "\n")
+    print(as_json if options.json else "\n".join(tables))
     return results
 
 

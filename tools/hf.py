@@ -7,18 +7,13 @@ python tools/hf.py push runs/deepseek-tiny user/name       checkpoint -> reposit
 `main.py --init_from FOLDER` trains on from such a folder without the detour.
 """
 
-import os
-import sys
-
-if __name__ == "__main__":
-    sys.path[0] = os.path.realpath(__file__ + "/../..")
-    from runtime import interrupts
-
-    interrupts.begin()
+if not __package__:
+    import begin
 
 import contextlib
 import functools
 import math
+import os
 import re
 import shutil
 import tempfile
@@ -64,9 +59,8 @@ def import_folder(folder, run_dir):
             say(f"warning: {folder} has no tokenizer.json, so the run can't turn text into tokens")
         save_weights(part, params, run_dir)
         write_json(f"{part}/config.json", config)
-    say(
-        f"{run_dir}: {steps.count_in_words(cfg)}; main.py --init_from {run_dir} begins a run with them"
-    )
+    count = steps.count_in_words(cfg)
+    say(f"{run_dir}: {count}; main.py --init_from {run_dir} begins a run with them")
 
 
 def export(run_dir, folder, dtype="float32", title=""):
@@ -76,10 +70,11 @@ def export(run_dir, folder, dtype="float32", title=""):
     cfg = config_of_one_device(flags, run_dir)
     form = hugging_face.format_to_export(cfg.model.architecture)
     config = form.config(cfg.model) | dict(torch_dtype=dtype)
-    tokenization.folder_tokenizer(run_dir)  # a torn tokenizer is refused before weights are read
     params = load(steps.abstract_params(cfg, steps.make_mesh(cfg)))
+    count = steps.count_in_words(cfg)
     with appearing(folder) as part:
-        config |= export_tokenizer(part, run_dir, cfg.model)
+        ends = export_tokenizer(part, run_dir, cfg.model)
+        config |= ends
         tensors = {}
         for t in form.tensors(cfg.model):
             x = np.zeros(t.part, np.float32)
@@ -89,27 +84,14 @@ def export(run_dir, folder, dtype="float32", title=""):
         save_file(tensors, f"{part}/model.safetensors", metadata={"format": "pt"})
         write_json(f"{part}/config.json", config)
         write_json(f"{part}/training.json", read_json(run_dir, "config.json"))
+        # without max_length transformers adds 256 tokens, too many for a small GPT-2
+        how = ends | dict(pad_token_id=ends["eos_token_id"], max_length=int(cfg.model.T))
+        write_json(f"{part}/generation_config.json", how)
         name = title or os.path.basename(os.path.abspath(folder))
-        card = model_card(run_dir, name, config, steps.count_in_words(cfg))
-        write_file(f"{part}/README.md", card)
-        write_json(f"{part}/generation_config.json", how_to_continue(config, cfg.model.T))
+        write_file(f"{part}/README.md", model_card(run_dir, name, config, count))
         for name in config.get("auto_map", {}).values():  # transformers knows no such model
             shutil.copy(f"{CODE}/{name.split('.')[0]}.py", part)
-    needs = (
-        ", which from_pretrained loads with trust_remote_code=True" if "auto_map" in config else ""
-    )
-    say(f"{folder}: {steps.count_in_words(cfg)}; as {config['architectures'][0]}{needs}")
-
-
-def how_to_continue(config, T):
-    """generation_config.json. Without max_length transformers adds 256 tokens, too many for a small GPT-2."""
-    end = config["eos_token_id"]
-    return dict(
-        bos_token_id=config["bos_token_id"],
-        eos_token_id=end,
-        pad_token_id=end,
-        max_length=int(T),
-    )
+    say(f"{folder}: {count}; as {config['architectures'][0]}")
 
 
 def push(run_dir, name, dtype, public):
@@ -117,24 +99,19 @@ def push(run_dir, name, dtype, public):
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise UserError(f"{name}: must be USER/NAME of a repository of the Hugging Face hub.")
     api = huggingface_hub.HfApi()
-    with errors_of_hub(name):  # that nobody is logged in is found before the work
-        api.create_repo(name, private=not public, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
-        export(run_dir, f"{folder}/model", dtype, title=name)
-        with errors_of_hub(name):
-            commit = api.upload_folder(repo_id=name, folder_path=f"{folder}/model")
-    say(f"uploaded to {commit.commit_url}")
-
-
-@contextlib.contextmanager
-def errors_of_hub(name):
-    """Raises UserError for what the hub's client raises; its kinds of errors change with its version."""
     try:
-        yield
-    except Exception as e:
+        # that nobody is logged in is found before the work
+        api.create_repo(name, private=not public, exist_ok=True)
+        with tempfile.TemporaryDirectory() as folder:
+            export(run_dir, f"{folder}/model", dtype, title=name)
+            commit = api.upload_folder(repo_id=name, folder_path=f"{folder}/model")
+    except UserError:
+        raise
+    except Exception as e:  # of kinds that change with the client's version
         raise UserError(
             f"{name}: the hub took nothing ({first_line(e)}); see that you are logged in (hf auth login) and rerun."
         ) from None
+    say(f"uploaded to {commit.commit_url}")
 
 
 def config_of_one_device(flags, model):
@@ -173,22 +150,21 @@ def export_tokenizer(folder, run_dir, m):
     if encoding is None:
         say(f"warning: {run_dir} has no tokenizer, so what is exported has none")
         end = m.end_of_text if m.end_of_text >= 0 else None  # transformers takes no id of its own
-        return dict(bos_token_id=end, eos_token_id=end)
+    else:
+        end = encoding.eot_token
     if isinstance(encoding, tokenization.HubTokenizer):
         tokenization.keep_tokenizer(folder, f"{run_dir}/tokenizer.json")
-    else:
+    elif encoding:
         byte_level(encoding).save(f"{folder}/tokenizer.json")
-        about = dict(
+        ends = ("bos_token", "eos_token", "pad_token")
+        about = dict.fromkeys(ends, tokenization.END_OF_TEXT) | dict(
             tokenizer_class="PreTrainedTokenizerFast",
-            bos_token=tokenization.END_OF_TEXT,
-            eos_token=tokenization.END_OF_TEXT,
-            pad_token=tokenization.END_OF_TEXT,
             padding_side="left",  # so that prompts of several lengths continue as one batch
             model_max_length=m.T,
             clean_up_tokenization_spaces=False,
         )
         write_json(f"{folder}/tokenizer_config.json", about)
-    return dict(bos_token_id=encoding.eot_token, eos_token_id=encoding.eot_token)
+    return dict(bos_token_id=end, eos_token_id=end)
 
 
 def byte_level(encoding):

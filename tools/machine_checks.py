@@ -3,11 +3,10 @@
 Each is a function that returns what it found, in words, or raises `Wrong` or `Skipped` with a sentence.
 """
 
+import itertools
 import math
 import tempfile
-from collections.abc import Callable
 from functools import cache, partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,29 +47,16 @@ class Skipped(Exception):
 
 
 def compare(right, found, limit):
-    """Words: how far two trees are apart. Raises Wrong where that is more than `limit`."""
-    furthest, at = 0.0, ""
+    """Words: how far two trees are apart. Raises Wrong where an array is more than `limit` off."""
+    furthest = 0.0
     for (path, x), y in zip(jax.tree.leaves_with_path(right), jax.tree.leaves(found), strict=True):
-        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
-        difference = np.abs(x - y).max() / np.abs(x).max(initial=1e-30)
-        difference = np.nan_to_num(difference, nan=np.inf)
-        if difference > furthest:
-            furthest, at = difference, jax.tree_util.keystr(path)
-    if furthest > limit:
-        raise Wrong(f"{at} is {furthest:.1e} of its largest number off, more than {limit:.1e}")
+        x = np.asarray(x, np.float64)
+        off = np.abs(x - y).max() / np.abs(x).max(initial=1e-30)
+        if not off <= limit:  # also NaN
+            name = jax.tree_util.keystr(path)
+            raise Wrong(f"{name} is {off:.1e} of its largest number off, more than {limit:.1e}")
+        furthest = max(furthest, off)
     return f"{furthest:.0e}"
-
-
-# --- Kernels ------------------------------------------------------------------------------------------------------
-
-
-def kernel_checks():
-    """{name: check} of all kernels."""
-    checks = {}
-    for name in attention.ATTENTION:
-        if name != "xla":
-            checks[f"kernel attention {name}"] = partial(check_attention, name)
-    return checks | {"kernel loss": check_loss, "kernel grouped": check_grouped}
 
 
 def draw(*shape):
@@ -85,10 +71,8 @@ def check_kernel(kernel, plain, *inputs):
     for dtype, limit in LIMITS.items():
         rounded = [jnp.asarray(x, dtype) for x in inputs]
         right = with_gradients(plain, *(x.astype(jnp.float32) for x in rounded))
-        try:
-            found.append(f"{dtype} {compare(right, with_gradients(kernel, *rounded), limit)}")
-        except Wrong as e:
-            raise Wrong(f"{dtype}: {e}") from None
+        difference = compare({dtype: right}, {dtype: with_gradients(kernel, *rounded)}, limit)
+        found.append(f"{dtype} {difference}")
     return ", ".join(found)
 
 
@@ -120,10 +104,8 @@ def check_attention(name):
         return attend(30 * q, k, v, position, start)
 
     # heads as moe1b has them, but two of queries share the keys and values of one
-    q, k, v = draw(B, H, T, 192), draw(B, 2, T, 192), draw(B, 2, T, 64)
-    ours = partial(run, kernel.function)
-    plain = partial(run, attention.attend)
-    return check_kernel(ours, plain, q, k, v)
+    inputs = draw(B, H, T, 192), draw(B, 2, T, 192), draw(B, 2, T, 64)
+    return check_kernel(partial(run, kernel.function), partial(run, attention.attend), *inputs)
 
 
 def check_loss():
@@ -156,140 +138,73 @@ def check_grouped():
     return check_kernel(kernel, plain, *inputs)
 
 
-# --- Collectives --------------------------------------------------------------------------------------------------
-
-
-class Collective(NamedTuple):
-    """A collective, and what it should do."""
-
-    name: str
-    axes: tuple  # along which devices exchange arrays
-    shape: tuple  # of each device's array
-    plain: Callable  # the arrays [n, ...] of all n devices along the axes -> what each of them gets
-    arguments: dict = {}
-    has_transpose: bool = True
-
-    def __call__(self, x):
-        """On a device's array, inside `shard_map`."""
-        if self.name == "from_experts":
-            x = collectives.to_experts(x)
-        return getattr(collectives, self.name)(x, **self.arguments)
-
-
-def gather(dim):
-    return lambda x: [np.concatenate(x, dim)] * len(x)
-
-
-def split(dim):
-    return lambda x: np.split(x, len(x), dim)
-
-
-def sum_and_split(dim):
-    return lambda x: np.split(x.sum(0), len(x), dim)
-
-
 def list_collectives(n):
-    """`Collective`s, with arrays that up to n devices can share out. The others are made of these."""
+    """{name: (axes along which n devices exchange arrays; what it should do, as a function of the arrays [n, 2 n, n, 3]
+    of all of them; its arguments)} of functions of collectives.py. The others are made of these."""
+
+    def gather(dim):
+        return lambda x: [np.concatenate(x, dim)] * n
+
+    def scatter(dim):
+        return lambda x: np.split(x.sum(0), n, dim)
+
     dp, pp, tp = ("dp",), ("pp",), ("tp",)
-    E = 2 * n
-    experts = dict(E=E)
-    owners = dict(rows=dp, columns=(), copies=(), sharers=1)
-    along = dict(axis=tp, dim=1)
-    whole = dict(axis=AXES, dim=1)
-    found = [
-        Collective("all_gather", tp, (2, 3, 5), gather(1), along),
-        Collective("all_gather", AXES, (2, 3, 5), gather(1), whole),
-        Collective("reduce_scatter", tp, (2, n, 5), sum_and_split(1), along),
-        Collective("reduce_scatter", AXES, (2, n, 5), sum_and_split(1), whole),
-        Collective("sum_over", AXES, (3,), lambda x: [x.sum(0)] * len(x), dict(axes=AXES)),
-        Collective("largest", AXES, (3,), lambda x: [x.max(0)] * len(x), dict(axes=AXES), False),
-        Collective("gather_tokens", EXPERT_AXES, (3, 5), gather(0), experts),
-        Collective("scatter_tokens", EXPERT_AXES, (n, 5), sum_and_split(0), experts),
-        Collective(
-            "to_experts", EXPERT_AXES, (E, 3, 5), lambda x: np.split(x.swapaxes(0, 1), len(x))
-        ),
-        # there and back
-        Collective("from_experts", EXPERT_AXES, (E, 3, 5), lambda x: x),
-        Collective("exchange_heads", tp, (1, 2, n, 3), split(3), dict(split=True)),
-        Collective(
-            "to_owners", dp, (n, 2, 3), lambda x: np.split(np.concatenate(x, 1), len(x)), owners
-        ),
-        Collective(
-            "from_owners", dp, (1, n, 3), lambda x: np.split(np.concatenate(x), len(x), 1), owners
-        ),
-        Collective("next_stage", pp, (3,), lambda x: np.roll(x, 1, 0)),
-        # only stage 0 feeds the pipeline, so the gradients of the others do not count
-        Collective("to_stages", pp, (2, 3), gather(0), {}, False),
-        Collective("share_out", pp, (n, 3), lambda x: np.split(x[0], len(x)), dict(stage=0)),
-        Collective("from_last_stage", pp, (n, 3), lambda x: np.split(x[-1], len(x))),
-    ]
-    parts = dict(dim=0, axes=EXPERT_AXES)
-    found.append(Collective("scatter_gradient", EXPERT_AXES, (n, 3), sum_and_split(0), parts))
-    return {f"collective {one.name} over {'+'.join(one.axes)}": one for one in found}
+    return dict(
+        all_gather=(AXES, gather(1), AXES, 1),
+        reduce_scatter=(AXES, scatter(1), AXES, 1),
+        sum_over=(AXES, lambda x: [x.sum(0)] * n, AXES),
+        largest=(AXES, lambda x: [x.max(0)] * n, AXES),
+        scatter_gradient=(EXPERT_AXES, scatter(0), 0, EXPERT_AXES),
+        gather_tokens=(EXPERT_AXES, gather(0), 2 * n),
+        scatter_tokens=(EXPERT_AXES, scatter(0), 2 * n),
+        to_experts=(EXPERT_AXES, lambda x: np.split(x.swapaxes(0, 1), n)),
+        from_experts=(EXPERT_AXES, lambda x: x),  # there and back
+        exchange_heads=(tp, lambda x: np.split(x[:, None], n, 3), True),
+        to_owners=(dp, lambda x: np.split(np.concatenate(x, 1), n), dp, (), (), 1),
+        from_owners=(dp, lambda x: np.split(np.concatenate(x), n, 1), dp, (), (), 1),
+        next_stage=(pp, lambda x: np.roll(x, 1, 0)),
+        to_stages=(pp, gather(0)),
+        share_out=(pp, lambda x: np.split(x[0], n), 0),
+        from_last_stage=(pp, lambda x: np.split(x[-1], n)),
+    )
 
 
 def all_meshes(n):
     """Every shape (dp, pp, tp) of n devices, those first that spread them over the most axes."""
-    shapes = [(dp, pp, n // dp // pp) for dp in plan.divisors(n) for pp in plan.divisors(n // dp)]
+    lengths = itertools.product(plan.divisors(n), repeat=3)
+    shapes = [shape for shape in lengths if math.prod(shape) == n]
     return sorted(shapes, key=lambda shape: shape.count(1))
 
 
-def widest_mesh(axes, n):
-    """The shape of n devices that spreads them over the most of these axes, or else over the most of all."""
-    own = [AXES.index(axis) for axis in axes]
-    return max(all_meshes(n), key=lambda shape: sum(shape[axis] > 1 for axis in own))
-
-
-def check_collective(collective, n):
-    """Compare a collective and its gradient with numpy, in both types, of whole numbers, whose sums are exact."""
-    shape = widest_mesh(collective.axes, n)
-    own = [AXES.index(axis) for axis in collective.axes]
-    size = math.prod(shape[axis] for axis in own)
-    if size == 1:
+def check_collective(name, n):
+    """Compare a collective among n devices and its gradient with numpy, of whole numbers, whose sums are exact."""
+    if n == 1:
         raise Skipped("a device alone exchanges nothing")
-    run = on_devices(collective, shape)
+    axes, plain, *arguments = list_collectives(n)[name]
+    along = [AXES.index(axis) for axis in axes]
+    shape = next(mesh for mesh in all_meshes(n) if math.prod(mesh[axis] for axis in along) == n)
+    mesh = Mesh(steps.device_grid(shape, jax.devices()[:n]), AXES)
 
-    def in_groups(x):
-        """[dp, pp, tp, ...] -> [groups, devices along the axes, ...]."""
-        x = np.asarray(x, np.float64)
-        x = np.moveaxis(x, own, range(3 - len(own), 3))
-        return x.reshape(-1, size, *x.shape[3:])
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=P(AXES), out_specs=P(AXES), check_vma=False)
+    def run(x):
+        if name != "exchange_heads":  # which takes four dims
+            x = x[0]
+        if name == "from_experts":
+            x = collectives.to_experts(x)
+        return getattr(collectives, name)(x, *arguments)[None]
 
-    rng = np.random.default_rng(0)
-    x = rng.integers(-4, 5, (*shape, *collective.shape))
-    right = [np.stack(collective.plain(group)) for group in in_groups(x)]
-    for dtype in LIMITS:
-        out, transpose = run(jnp.asarray(x, dtype))
-        if not np.array_equal(right, in_groups(out)):
-            raise Wrong(f"gives other numbers than numpy on mesh {shape} in {dtype}")
-        if not collective.has_transpose:
-            continue
-        g = rng.integers(-4, 5, out.shape)
-        [back] = transpose(jnp.asarray(g, dtype))
-        forward = in_groups(g) * in_groups(out)
-        backward = in_groups(back) * in_groups(x)
-        if forward.sum() != backward.sum():  # which define it
-            raise Wrong(f"has a wrong gradient on mesh {shape} in {dtype}")
+    draw = np.random.default_rng(0).integers
+    x = draw(-4, 5, (n, 2 * n, n, 3)).astype(np.float32)
+    out = np.asarray(run(x))
+    if not np.array_equal(np.stack(plain(x)), out):
+        raise Wrong(f"gives other numbers than numpy on mesh {shape}")
+    if name not in ("largest", "to_stages"):  # of integers; of which the first stage's alone count
+        g = draw(-4, 5, out.shape).astype(np.float32)
+        [back] = jax.vjp(run, x)[1](g)
+        if np.sum(g * out, dtype=float) != np.sum(back * x, dtype=float):  # which define it
+            raise Wrong(f"has a wrong gradient on mesh {shape}")
     return f"equal on mesh {shape}"
-
-
-def on_devices(collective, shape):
-    """Function of [dp, pp, tp, ...], an array for each device of a mesh: (what each gets, the transpose or None)."""
-    devices = jax.devices()[: math.prod(shape)]
-    mesh = Mesh(steps.device_grid(shape, devices), AXES)
-
-    def local(x):
-        return collective(x[0, 0, 0])[None, None, None]
-
-    lies = P(*AXES)
-    run = jax.shard_map(local, mesh=mesh, in_specs=lies, out_specs=lies, check_vma=False)
-    run = jax.jit(run)
-    if collective.has_transpose:
-        return lambda x: jax.vjp(run, x)
-    return lambda x: (run(x), None)
-
-
-# --- Models -------------------------------------------------------------------------------------------------------
 
 
 def small_model(name, n, mesh=(1, 1, 1), **flags):
@@ -300,6 +215,7 @@ def small_model(name, n, mesh=(1, 1, 1), **flags):
     return plan.fitted(one, size, n_device_axis=mesh, n_devices=size, microbatches=mesh[1])
 
 
+@cache
 def loss_and_gradients(cfg):
     """The loss of random tokens and the gradients of the first parameters, as one device has them."""
     mesh = steps.make_mesh(cfg)
@@ -313,20 +229,14 @@ def loss_and_gradients(cfg):
     return jax.device_get((loss, gradients))
 
 
-@cache
-def plain_loss_and_gradients(name, n):
-    """Those on one device, computed in the plainest way."""
-    plain = dict(attention="xla", experts="auto", remat="none", fsdp="none")
-    return loss_and_gradients(small_model(name, n, **plain))
-
-
 def check_model(name, n, mesh):
-    """Compare loss and gradients on a mesh with the plain ones of one device."""
+    """Compare loss and gradients on a mesh with those of one device that computes them in the plainest way."""
     cfg = small_model(name, n, mesh)
     if not cfg:
         raise Skipped("the model cannot be spread so")
     with jax.default_matmul_precision("float32"):
-        right = plain_loss_and_gradients(name, n)
+        plain = dict(attention="xla", experts="auto", remat="none", fsdp="none")
+        right = loss_and_gradients(small_model(name, n, **plain))
         found = loss_and_gradients(cfg)
     # --pp_interleave makes two dims of that of the blocks
     found = jax.tree.map(lambda x, y: y.reshape(x.shape), right, found)

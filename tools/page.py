@@ -6,22 +6,19 @@ python tools/page.py ../theirs/runs --port 9000
 It reads and never writes in the runs, which may be those of others. /v1/completions answers in OpenAI's format.
 """
 
-import os
-import sys
-
-if __name__ == "__main__":
-    sys.path[0] = os.path.realpath(__file__ + "/../..")
-    from runtime import interrupts
-
-    interrupts.begin()
+if not __package__:
+    import begin
 
 import contextlib
 import glob
 import importlib.util
+import itertools
 import math
+import os
 import secrets
 import socket
 import statistics
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -34,6 +31,7 @@ from runtime.parser import flag, place
 from tools import common
 from training.meter import spent_in
 from training.runlog import EXPERT_SHARE, SAMPLES, duration, row_of
+from training.settings import checkpoint_steps
 
 PACKAGES = "starlette", "uvicorn", "pydantic", "plotly"
 
@@ -54,9 +52,7 @@ def check_packages():
     """Raises UserError where one of PACKAGES is missing."""
     missing = [name for name in PACKAGES if not importlib.util.find_spec(name)]
     if missing:
-        command = f"{sys.executable} -m pip install {' '.join(missing)}"
-        words = f"the page needs {' and '.join(missing)}, not installed here"
-        raise UserError(f"{words}; bash setup_tpu.sh page adds what it needs, or {command}.")
+        raise UserError(f"the page needs {' and '.join(missing)}; bash setup_tpu.sh page adds it.")
 
 
 if __name__ == "__main__":
@@ -65,6 +61,7 @@ if __name__ == "__main__":
     options_given = one_sentence(lambda: utils.read_flags(Page, sys.argv[1:], "tools/page.py"))
     one_sentence(check_packages)
 
+import numpy as np
 import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -75,11 +72,11 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from tools.completions import Engine, Refused, newest_step, read_parameters
+from tools.completions import Engine, Refused, read_parameters
 
 MOST_BYTES = 2**20  # of a request
-
-# --- Runs ---------------------------------------------------------------------------------------------------------
+RECENT = 100  # rows, of which the state of a run is told
+LOSS = "loss/train_loss"
 
 
 class Run:
@@ -88,7 +85,7 @@ class Run:
 
     def __init__(self, folder, name):
         self.folder, self.name = folder, name
-        self.config, self.plan = {}, {}
+        self.config = {}
         self._forget()
 
     def _forget(self):
@@ -101,26 +98,22 @@ class Run:
         """Read what is new."""
         try:
             self.config = read_json(self.folder, "config.json")
-            self.plan = read_json(self.folder, "plan.json")
-            self._read_rows(f"{self.folder}/metrics.jsonl")
-            state, words = health(self, time.time())
+            with contextlib.suppress(FileNotFoundError):
+                self._read_rows(f"{self.folder}/metrics.jsonl")
+            state, words = health(self.rows, self.config, time.time())
             found = self._measured() if self.rows else {}
         except Exception as e:  # the run of somebody else may hold anything
             state, words, found = "bad", f"It cannot be read: {first_line(e)}", {}
-        self.about = dict(name=self.name, version=self.version, n=len(self.rows), keys=[], spent={})
-        self.about |= dict(state=state, words=words) | found
+        self.about = dict(name=self.name, version=self.version, n=len(self.rows))
+        self.about |= dict(state=state, words=words, keys=[], spent={}) | found
 
     def _read_rows(self, path):
-        try:
-            size = ask(path, "info")["size"]
-        except FileNotFoundError:
-            size = 0
+        size = ask(path, "info")["size"]
         begin = self.end - len(self.last)
         content = ask(path, "cat_file", start=begin, end=size) if size > begin else b""
         if not content.startswith(self.last):  # a run that resumes writes the file anew
             self._forget()
-            begin = 0
-            content = ask(path, "cat_file", start=0, end=size) if size else b""
+            return self._read_rows(path)
         whole = content[: content.rfind(b"\n") + 1]  # the last line may be torn
         new = whole[len(self.last) :].splitlines(keepends=True)
         self.rows += filter(None, map(row_of, new))
@@ -133,62 +126,58 @@ class Run:
         evaluated = next((row for row in reversed(self.rows) if "loss/val_loss" in row), {})
         spent = spent_in(newest)
         tokens = common.tokens_per_step(common.stored_config(self.config))
-        speeds = [row["tokens_per_second"] for row in self.rows[-100:]]
+        speed = statistics.median(row["tokens_per_second"] for row in self.rows[-RECENT:])
         return dict(
             keys=sorted({*newest, *evaluated}),
             spent=spent,
             started=newest.get("time", 0) - sum(spent.values()),
             tokens=tokens,
-            measured=tokens / statistics.median(speeds),
-            planned=self.plan.get("seconds", {}).get("step"),
+            measured=tokens / speed,
+            planned=read_json(self.folder, "plan.json").get("seconds", {}).get("step"),
         )
 
 
-def health(run, now):
+def health(rows, config, now):
     """Whether a run is well: (well, done, idle or bad; a sentence that says why). now: time.time()."""
-    if not run.rows:
+    if not rows:
         return "idle", "No step is done yet: it compiles, or ended before."
-    row, recent = run.rows[-1], run.rows[-100:]
-    last = run.config.get("training_steps", math.inf)
-    state, words = trouble_in(run.rows, recent) or ("well", "It trains")
-    silent = now - row.get("time", now)
-    if row["step"] >= last and state == "well":
-        state, words = "done", "Finished"
-    elif silent > max(60, 5 * usual_pause(recent)) and state == "well":
-        state, words = "idle", f"Stopped, or it hangs: no step for {duration(silent)}"
-    words += f" at step {row['step']:,} of {last:,}, training loss {row['loss/train_loss']:.3f}"
-    if row.get("resumed"):
-        words += f", resumed {row['resumed']:.0f} time{'s' * (row['resumed'] > 1)}"
-    return state, f"{words}."
-
-
-def trouble_in(rows, recent):
-    """("bad", why) of the rows of a run that is not well, or None. recent: the last of them."""
     row = rows[-1]
-    if not math.isfinite(row["loss/train_loss"]):
-        return "bad", "Its loss is not finite"
+    last = config.get("training_steps", math.inf)
+    pauses = [60]  # five times those between the steps of one process
+    for before, after in itertools.pairwise(rows[-RECENT:]):
+        if before.get("resumed") == after.get("resumed"):
+            pauses.append(5 * (after.get("time", 0) - before.get("time", 0)))
+    silent = now - row.get("time", now)
+    state, words = "well", "It trains"
+    if trouble := trouble_in(rows):
+        state, words = "bad", trouble
+    elif row["step"] >= last:
+        state, words = "done", "Finished"
+    elif silent > max(pauses):
+        state, words = "idle", f"Stopped, or it hangs: no step for {duration(silent)}"
+    return state, f"{words} at step {row['step']:,} of {last:,}, training loss {row[LOSS]:.3f}."
+
+
+def trouble_in(rows):
+    """What is wrong with the run that wrote these rows; "" of one that is well."""
+    row, recent = rows[-1], rows[-RECENT:]
+    if not math.isfinite(row[LOSS]):
+        return "Its loss is not finite"
     skipped = row.get("bad_steps", 0) - recent[0].get("bad_steps", 0)
     if skipped > 0:
-        return "bad", f"{skipped:.0f} of the last {len(recent)} steps were not finite, so skipped,"
+        return f"{skipped:.0f} of the last {len(recent)} steps were not finite, so skipped,"
     shares = [value for key, value in row.items() if key.startswith(EXPERT_SHARE)]
     starved = sum(share * len(shares) < 0.1 for share in shares)
     if 2 * starved > len(shares):
-        return "bad", f"{starved} of {len(shares)} experts get less than a tenth of an even share"
-    losses = [row["loss/train_loss"] for row in rows]
-    n = max(10, len(losses) // 10)
-    before, after = losses[-2 * n : -n], losses[-n:]
-    if len(losses) < 3 * n or not all(map(math.isfinite, before + after)):
-        return None
-    rise = statistics.fmean(after) - statistics.fmean(before)
-    error = math.sqrt((statistics.variance(before) + statistics.variance(after)) / n)
-    if rise > max(3 * error, 0.01 * statistics.fmean(before)):
-        return "bad", f"Its loss rose by {rise:.3f} within {n} steps"
-
-
-def usual_pause(rows):
-    """The longest time between two steps of one process, seconds."""
-    pairs = [(a, b) for a, b in zip(rows, rows[1:]) if a.get("resumed") == b.get("resumed")]
-    return max((b["time"] - a["time"] for a, b in pairs if "time" in a), default=0.0)
+        return f"{starved} of {len(shares)} experts get less than a tenth of an even share"
+    n = max(10, len(rows) // 10)
+    if len(rows) >= 3 * n:
+        before, after = np.reshape([row[LOSS] for row in rows[-2 * n :]], (2, n))
+        rise = after.mean() - before.mean()
+        error = math.sqrt((before.var(ddof=1) + after.var(ddof=1)) / n)
+        if rise > max(3 * error, 0.01 * before.mean()):
+            return f"Its loss rose by {rise:.3f} within {n} steps"
+    return ""
 
 
 class Runs:
@@ -209,10 +198,10 @@ class Runs:
                 for folder in self.folders:
                     for name, at in runs_in(folder):
                         name = name if name and len(self.folders) == 1 else at
-                        found[name] = self.known.get(name) or Run(at, name)
-                        found[name].refresh()
-                        if "model_type" in found[name].config:  # an exported model
-                            del found[name]
+                        run = self.known.get(name) or Run(at, name)
+                        run.refresh()
+                        if "model_type" not in run.config:  # of an exported model
+                            found[name] = run
                 self.known = found
                 self.looked = time.monotonic()
             return self.known
@@ -228,9 +217,6 @@ def runs_in(folder):
         for path in sorted(fs.glob(f"{glob.escape(there)}/{pattern}")):
             name = os.path.relpath(os.path.dirname(path), there).removeprefix(".")
             yield name, os.path.join(folder, name).rstrip("/")
-
-
-# --- The server ---------------------------------------------------------------------------------------------------
 
 
 def as_json(content, status=200):
@@ -284,17 +270,14 @@ class Answers:
         """All runs that have a checkpoint, in OpenAI's format."""
         found = []
         for run in self.runs.look().values():
-            with contextlib.suppress(UserError):
-                step = newest_step(run.folder)
+            for step in checkpoint_steps(run.folder)[:1]:
                 found.append(dict(id=run.name, object="model", created=0, owned_by=f"step {step}"))
         return as_json(dict(object="list", data=found))
 
     async def completions(self, http):
-        body = b""
-        async for part in http.stream():
-            body += part
-            if len(body) > MOST_BYTES:
-                raise Refused(413, f"The body must have at most {MOST_BYTES:,} bytes.")
+        body = await http.body()
+        if len(body) > MOST_BYTES:
+            raise Refused(413, f"The body must have at most {MOST_BYTES:,} bytes.")
         asked = read_parameters(body)
         run = await run_in_threadpool(self.run, asked.model)
         answer = self.engine.answer(asked, run.folder)
@@ -351,9 +334,8 @@ def main(options):
     try:
         listener = socket.create_server(("127.0.0.1", options.port))
     except OSError as e:
-        raise UserError(
-            f"--port {options.port}: {os.strerror(e.errno).lower()}; give another port, or 0 for a free one."
-        ) from None
+        words = f"--port {options.port}: {e.strerror}; give another, or 0 for a free one."
+        raise UserError(words) from None
     port = listener.getsockname()[1]
     print(f"http://127.0.0.1:{port} shows {n} run{'s' * (n != 1)}; Ctrl-C ends it")
     there = f"ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}"

@@ -7,24 +7,19 @@ Prompts of all lengths are one batch, decoded with a cache on any mesh. Text goe
 speeds go to stderr.
 """
 
-import os
-import sys
+if not __package__:
+    import begin
 
-if __name__ == "__main__":
-    sys.path[0] = os.path.realpath(__file__ + "/../..")
-    from runtime import interrupts
-
-    interrupts.begin()
-
-import contextlib
 import dataclasses
 import itertools
 import math
+import sys
 import time
 from collections import deque
 
 import utils
 from data.tokenization import text_of
+from runtime import interrupts
 from runtime.messages import UserError
 from tools import common
 
@@ -85,19 +80,8 @@ def show(waiting):
         waiting.popleft()
 
 
-def encode_prompts(options, before, encoding):
-    """Token ids of the prompts, the tokens `before` first. Raises UserError where a prompt has none."""
-    if "" in options.stop:
-        raise UserError("--stop: is empty; give a text.")
-    prompts = [[*before, *encoding.encode_ordinary(text)] for text in options.prompt]
-    if [] in prompts:
-        raise UserError("--prompt: is empty; give a text, or --start end_of_text.")
-    return prompts
-
-
 def fit_max_tokens(options, cfg, longest):
-    """`options` with --max_tokens for prompts of up to `longest` tokens. Warns of those that exceed the model's,
-    or refuses them."""
+    """`options` with --max_tokens for prompts of up to `longest` tokens. Warns or refuses as `warn_or_refuse` does."""
     most = options.T or positions(options.model, cfg.model.T)
     if options.max_tokens is None:
         room = most - longest if longest < most else math.inf
@@ -112,36 +96,33 @@ def fit_max_tokens(options, cfg, longest):
 def main(options):
     """Print the continuations of --prompt and return their `Row`s, or of what is typed, line by line."""
     opened = common.open_model(options, text=True)
-    programs = {}  # {(rows, tokens of the prompts, chunks): what `compiled` returns}
+    programs = {}  # {(rows, tokens of the prompts, chunks): (prefill, advance), compiled}
     if options.prompt:
         return continue_prompts(options, *opened, programs)
-    print(
-        f"temperature {options.temperature}, top_k {options.top_k}; type a prompt, Ctrl-D ends",
-        file=sys.stderr,
-    )
-    for number, line in enumerate(typed_lines()):
-        one = dataclasses.replace(options, prompt=(line,), seed=options.seed + number)
+    about = f"temperature {options.temperature}, top_k {options.top_k}"
+    print(f"{about}; type a prompt, Ctrl-D ends", file=sys.stderr)
+    shown = "> " if sys.stdin.isatty() else ""
+    for number in itertools.count():
         try:
-            continue_prompts(one, *opened, programs, chunk=1)
+            if line := input(shown):
+                one = dataclasses.replace(options, prompt=(line,), seed=options.seed + number)
+                continue_prompts(one, *opened, programs, chunk=1)
+        except EOFError:
+            return None
         except UserError as e:  # of a prompt that is too long
             print(f"error: {e}", file=sys.stderr)
-
-
-def typed_lines():
-    """Yield the lines of stdin that are not empty."""
-    with contextlib.suppress(EOFError):
-        while True:
-            if line := input("> " if sys.stdin.isatty() else ""):
-                yield line
 
 
 def continue_prompts(options, cfg, mesh, params, encoding, programs, chunk=decoding.CHUNK):
     """Print the continuations of the prompts, `chunk` tokens at a time; returns their `Row`s."""
     before = common.before_prompt(options, encoding)
-    prompts = encode_prompts(options, before, encoding)
+    if "" in options.stop:
+        raise UserError("--stop: is empty; give a text.")
+    prompts = [[*before, *encoding.encode_ordinary(text)] for text in options.prompt]
+    if [] in prompts:
+        raise UserError("--prompt: is empty; give a text, or --start end_of_text.")
     longest = max(map(len, prompts))
     options = fit_max_tokens(options, cfg, longest)
-
     batch = [ids for ids in prompts for _ in range(options.inference_batch)]
     rows = []
     for i, ids in enumerate(batch):
@@ -151,16 +132,16 @@ def continue_prompts(options, cfg, mesh, params, encoding, programs, chunk=decod
     batch += [[encoding.eot_token]] * (-len(batch) % mesh.shape["dp"])  # dp must divide it
     n = math.ceil(longest / MULTIPLE) * MULTIPLE
     chunks = math.ceil(options.max_tokens / chunk)
-    begin = *decoding.pad(batch, n), jax.random.key(options.seed)
-
+    begin = params, *decoding.pad(batch, n), jax.random.key(options.seed)
     shape = len(batch), n, chunks
-    if shape not in programs:
-        programs[shape] = compiled(cfg, mesh, params, options, begin, n, chunks, chunk)
+    if shape not in programs:  # compiled before, so that speeds are those of devices
+        prefill, advance = decoding.make_stream(cfg, mesh, options, n + chunks * chunk, chunk)
+        prefill = prefill.lower(*begin).compile()
+        programs[shape] = prefill, advance.lower(params, prefill(*begin)).compile()
     prefill, advance = programs[shape]
     began = time.perf_counter()
-    state = jax.block_until_ready(prefill(params, *begin))
-    prefill_seconds = time.perf_counter() - began
-    began = time.perf_counter()
+    state = jax.block_until_ready(prefill(*begin))
+    prefilled = time.perf_counter()
     waiting = deque(rows)
     for drawn in decoding.chunks_of(advance, params, state, chunks):
         for row, tokens in zip(rows, drawn.tolist()):
@@ -168,21 +149,14 @@ def continue_prompts(options, cfg, mesh, params, encoding, programs, chunk=decod
         show(waiting)
         if not waiting:
             break
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - prefilled
     drawn = sum(len(row.tokens) for row in rows)
     print(
-        f"prefill: {n_tokens} tokens, {n_tokens / prefill_seconds:,.0f} tokens/s; "
+        f"prefill: {n_tokens} tokens, {n_tokens / (prefilled - began):,.0f} tokens/s; "
         f"decode: {drawn} tokens, {drawn / seconds:,.0f} tokens/s",
         file=sys.stderr,
     )
     return rows
-
-
-def compiled(cfg, mesh, params, options, begin, n, chunks, chunk):
-    """`decoding.make_stream` for prompts of n tokens like `begin`, compiled, so that speeds are those of devices."""
-    prefill, advance = decoding.make_stream(cfg, mesh, options, n + chunks * chunk, chunk)
-    prefill = prefill.lower(params, *begin).compile()
-    return prefill, advance.lower(params, prefill(params, *begin)).compile()
 
 
 if __name__ == "__main__":

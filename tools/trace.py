@@ -5,21 +5,16 @@ python tools/trace.py runs/tiny
 It reads what jax's profiler recorded and the compiled program that lies beside it. It needs no accelerator.
 """
 
-import os
-import sys
-
-if __name__ == "__main__":
-    sys.path[0] = os.path.realpath(__file__ + "/../..")
-    from runtime import interrupts
-
-    interrupts.begin()
+if not __package__:
+    import begin
 
 import fnmatch
 import functools
 import gzip
+import itertools
 import math
+import os
 import re
-import statistics
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -48,17 +43,14 @@ class Options:
 
 PRODUCTS = "matrix products"  # as plan.answer calls this part
 REST, IDLE = "rest", "idle"
-LISTED = 10  # operations, the costliest
 # Parts of a step, by the innermost of these scopes (jax.named_scope) around an operation.
-PARTS = dict(attention="attention", feed_forward="feed_forward", experts="experts")
-PARTS |= dict(embed="vocabulary", head="vocabulary", optimizer="optimizer")
+PARTS = {name: name for name in ("attention", "feed_forward", "experts", "optimizer")}
+PARTS |= dict(embed="vocabulary", head="vocabulary")
 # What jax adds to the path of scopes for a loop or a function, and says nothing.
 NOISE = re.compile(r"(jit\([^()]*\)|shard_map|while|body|cond|closed_call|checkpoint)/")
 LOOPS = ("while", "call", "conditional")  # what they run is traced itself
-# "PLANE LINE" of the lines of a trace that tell what a device does. An operation on a CPU names its device.
+# "PLANE LINE" of the lines of a trace that tell what a device does
 DEVICES = re.compile(r"/host:CPU |/device:TPU:\d+ (Async )?XLA Ops|/device:GPU:\d+ Stream")
-
-# --- The trace and its program ------------------------------------------------------------------------------------
 
 
 class Operation(NamedTuple):
@@ -71,17 +63,15 @@ class Operation(NamedTuple):
 
 
 class Trace:
-    """A trace, and the optimized HLO of its step. about: as profiling.Profile.about wrote it."""
+    """A trace, and the optimized HLO of its step. about: as profiling.Profile wrote it."""
 
     def __init__(self, folder, about, cfg, text):
         self.folder = folder
         self.about = about
         self.cfg = cfg
         self.text = text
-        self.mesh = dict(zip(collectives.AXES, cfg.run.n_device_axis))
         self.program = re.match(r"HloModule ([\w.\-]+)", text)[1]
         self.computations = hlo.computations(text)
-        self.entry = {op.name for op in self.computations["ENTRY"]}
         self.ops = {op.name: op for ops in self.computations.values() for op in ops}
 
     @functools.cache
@@ -95,12 +85,11 @@ class Trace:
         inside = list(self.inside(op))
         is_product = any(hlo.is_product(op) or hlo.is_kernel(op) for op in inside)
         links = "" if is_product else next(filter(None, map(self.links, inside)), "")
-        named = re.search(r'op_name="([^"]*)"', " ".join(inner.rest for inner in inside))
-        path = named[1] if named else name
-        # of operations that XLA joined, "(a/add:b/add)", the first
-        path = NOISE.sub("", path.split(":")[0].strip("("))
-        parts = [PARTS[scope] for scope in re.findall(r"\w+", path) if scope in PARTS]
-        return Operation(path, parts[-1] if parts else REST, links, is_product)
+        named = re.search(r'op_name="\(?([^":]*)', " ".join(inner.rest for inner in inside))
+        path = NOISE.sub("", named[1] if named else name)
+        scopes = [scope for scope in re.findall(r"\w+", path) if scope in PARTS]
+        part = PARTS[scopes[-1]] if scopes else REST
+        return Operation(path, part, links, is_product)
 
     def inside(self, op):
         """An operation and all that it is made of."""
@@ -111,35 +100,30 @@ class Trace:
 
     def links(self, op):
         """What a communication travels over; "" of any other operation."""
+        mesh = dict(zip(collectives.AXES, self.cfg.run.n_device_axis))
         kind = op.kind.removesuffix("-start")
         if kind in hlo.COLLECTIVES:
-            axes, _ = hlo.group_axes(op, self.mesh)
+            axes, _ = hlo.group_axes(op, mesh)
             return axes and plan.links_of(axes, kind)
-        across = hlo.slow_axis(self.mesh, self.about["slices"])
+        across = hlo.slow_axis(mesh, self.about["slices"])
         return plan.links_of([across], hlo.ACROSS) if kind in ("send", "recv") else ""
 
 
 def open_trace(run, name=""):
     """`Trace` of a run directory: of that name, or the newest. Raises UserError where there is none."""
-    traces = os.path.join(run, profiling.FOLDER)
-    known = {}  # {name: about.json}, which is written last
-    for one in profiling.traces_of(run):
-        if about := read_json(traces, one, "about.json"):
-            known[one] = about
+    folder = os.path.join(run, profiling.FOLDER)
+    known = {one: read_json(folder, one, "about.json") for one in profiling.traces_of(run)}
+    known = {one: about for one, about in known.items() if about}  # it is written last
     if not known:
         raise UserError(f"{run}: holds no whole trace; train with --profile FIRST:LAST.")
     name = name or max(known, key=lambda one: known[one]["written"])
     if name not in known:
         raise UserError(f"--trace {name}: {run} has {', '.join(known)}.")
-    folder = f"{traces}/{name}"
-    about = known[name]
-    cfg = common.stored_config(about["flags"])
+    folder = os.path.join(folder, name)
+    cfg = common.stored_config(known[name]["flags"])
     cfg = settings.validate(cfg, math.prod(cfg.run.n_device_axis))
     text = gzip.decompress(read_file(f"{folder}/step.hlo.gz")).decode()
-    return Trace(folder, about, cfg, text)
-
-
-# --- What the devices did -----------------------------------------------------------------------------------------
+    return Trace(folder, known[name], cfg, text)
 
 
 def devices_in(trace):
@@ -154,127 +138,104 @@ def devices_in(trace):
 def events_of(data, trace):
     """{device: [(begin, end, operation)]} of a ProfileData, as `devices_in`."""
     found = defaultdict(list)
-    for plane in data.planes:
-        for line in plane.lines:
-            if not DEVICES.match(f"{plane.name} {line.name}"):
+    lines = [(plane, line) for plane in data.planes for line in plane.lines]
+    for plane, line in lines:
+        if not DEVICES.match(f"{plane.name} {line.name}"):
+            continue
+        for event in line.events:
+            stats = dict(event.stats)
+            # a TPU writes "%fusion.1 = f32[8]{0} fusion(...)", or "fusion.1" alone
+            op = stats.get("hlo_op") or re.match(r"%?([\w.\-]*)", event.name)[1]
+            of_step = stats.get("hlo_module", trace.program) == trace.program
+            again = event.name.startswith("end: ")  # a CPU tells each end once more
+            if again or not of_step or op not in trace.ops:
                 continue
-            for event in line.events:
-                stats = dict(event.stats)
-                # a TPU writes "%fusion.1 = f32[8]{0} fusion(...)", or "fusion.1" alone
-                op = stats.get("hlo_op") or re.match(r"%?([\w.\-]*)", event.name)[1]
-                of_step = stats.get("hlo_module", trace.program) == trace.program
-                if not of_step or op not in trace.ops:
-                    continue
-                if event.name.startswith("end: "):  # a CPU tells each end once more
-                    continue
-                one = trace.operation(op)
-                if line.name.startswith("Async") and not (one and one.links):
-                    continue  # copies run beside what a core computes
-                device = plane.name, stats.get("device_ordinal")
-                found[device].append((event.start_ns, event.end_ns, op))
+            one = trace.operation(op)
+            if line.name.startswith("Async") and not (one and one.links):
+                continue  # copies run beside what a core computes
+            device = plane.name, stats.get("device_ordinal")
+            found[device].append((event.start_ns, event.end_ns, op))
     return found
-
-
-class Shares:
-    """Seconds of one step, means over the steps and the devices: [(events, [(begin, end) of a step])] of each."""
-
-    def __init__(self, runs, trace):
-        self.steps = len(runs[0][1])
-        self.devices = len(runs)
-        # {part: seconds}, exposed communication as its links; they add up to the step
-        self.parts = Counter()
-        self.hidden = Counter()  # {links: seconds} of communication while the device computes
-        self.operations = Counter()  # {Operation: seconds}
-        gaps = []
-        for events, steps in runs:
-            labeled = [(begin, end, None) for begin, end in steps]
-            for begin, end, op in events:
-                if one := trace.operation(op):
-                    labeled.append((begin, end, one))
-            for ns, active in moments(labeled):
-                self.add_moment(ns / 1e9 / self.steps / self.devices, active)
-            gaps += [max(0, after[0] - before[1]) for before, after in zip(steps, steps[1:])]
-        # from the end of a step to the begin of the next
-        self.between = statistics.median(gaps or [0]) / 1e9
-        self.step = sum(self.parts.values())
-        self.links = sorted({one.links for one in self.operations} - {""} | self.hidden.keys())
-        # seconds of operations with matrix products
-        self.products = sum(t for one, t in self.operations.items() if one.is_product)
-
-    def add_moment(self, seconds, active):
-        """Add a time in which these operations were under way on a device, and None for the step.
-
-        It belongs to one part. Where the device computes: to what it computes, in equal shares where several operations
-        run at once. Else, where bytes travel: to those links. Else it idles."""
-        if None not in active:
-            return  # it is no part of a step
-        operations = [one for one in active if one]
-        computing = [one for one in operations if not one.links]
-        busy = computing or operations
-        for one in busy:
-            self.operations[one] += seconds / len(busy)
-            self.parts[one.links or one.part] += seconds / len(busy)
-        if computing:
-            for links in {one.links for one in operations} - {""}:
-                self.hidden[links] += seconds
-        if not busy:
-            self.parts[IDLE] += seconds
-
-
-def measure(trace):
-    """`Shares` of a trace. Raises UserError where it does not hold its steps."""
-    first, last = trace.about["steps"]
-    runs = []
-    for events in devices_in(trace):
-        if steps := steps_in(events, trace, last - first + 1):
-            runs.append((events, steps))
-    if not runs:
-        raise UserError(f"{trace.folder}: holds no whole step; trace later ones.")
-    return Shares(runs, trace)
 
 
 def steps_in(events, trace, n):
     """[(begin, end)] in ns of n steps of a device; [] where it has less. Operations outside loops run once a step: the
     n-th time of each belongs to the n-th step. There may be one more, which the end of the trace cut off."""
+    entry = {op.name for op in trace.computations["ENTRY"]}
     times = defaultdict(list)
     for begin, end, op in sorted(events):
-        if op in trace.entry:
+        if op in entry:
             times[op].append((begin, end))
     once_a_step = [every[:n] for every in times.values() if len(every) in (n, n + 1)]
-    return [(min(b for b, _ in step), max(e for _, e in step)) for step in zip(*once_a_step)]
+    steps = [zip(*step) for step in zip(*once_a_step)]
+    return [(min(begins), max(ends)) for begins, ends in steps]
 
 
 def moments(found):
     """Yield (length, [what is under way]) of each span of time in which the same intervals are."""
-    points = []
-    for number, (begin, end, _) in enumerate(found):
-        points += [(begin, number), (end, number)]
+    points = sorted((at, number) for number, (*ends, _) in enumerate(found) for at in ends)
     active = {}
-    before = 0
-    for at, number in sorted(points):
-        if active and at > before:
-            yield at - before, list(active.values())
-        before = at
+    for (at, number), (after, _) in itertools.pairwise(points):
         if number in active:
             del active[number]
         else:
             active[number] = found[number][2]
+        if active and after > at:
+            yield after - at, list(active.values())
 
 
-# --- The plan -----------------------------------------------------------------------------------------------------
+class Shares:
+    """Seconds of one step of a trace, means over steps and devices. Raises UserError where it does not hold them."""
+
+    def __init__(self, trace):
+        # {part: seconds}, exposed communication as its links; they add up to the step
+        self.parts = Counter()
+        self.hidden = Counter()  # {links: seconds} of communication while the device computes
+        self.operations = Counter()  # {Operation: seconds}
+        first, last = trace.about["steps"]
+        self.steps = last - first + 1
+        runs = [(events, steps_in(events, trace, self.steps)) for events in devices_in(trace)]
+        runs = [(events, steps) for events, steps in runs if steps]
+        if not runs:
+            raise UserError(f"{trace.folder}: holds no whole step; trace later ones.")
+        self.devices = len(runs)
+        for events, steps in runs:
+            labeled = [(begin, end, trace.operation(op)) for begin, end, op in events]
+            for ns, active in moments([*labeled, *((*step, IDLE) for step in steps)]):
+                if IDLE in active:
+                    seconds = ns / 1e9 / self.steps / self.devices
+                    self.add_moment(seconds, [one for one in active if one not in (None, IDLE)])
+        self.step = self.parts.total()
+        self.links = sorted({one.links for one in self.operations if one.links} | {*self.hidden})
+        self.products = sum(t for one, t in self.operations.items() if one.is_product)  # seconds
+
+    def add_moment(self, seconds, active):
+        """Add a time in which these operations were under way on a device.
+
+        It belongs to one part. Where the device computes: to what it computes, in equal shares where several operations
+        run at once. Else, where bytes travel: to those links. Else it idles."""
+        computing = [one for one in active if not one.links]
+        busy = computing or active
+        for one in busy:
+            self.operations[one] += seconds / len(busy)
+            self.parts[one.links or one.part] += seconds / len(busy)
+        if computing:
+            for links in {one.links for one in active if one.links}:
+                self.hidden[links] += seconds
+        if not busy:
+            self.parts[IDLE] += seconds
 
 
 def beside(trace, found):
     """{part: (seconds measured, planned, FLOP or bytes of the program)} of a device's step; None: not known."""
-    parts = found.parts
-    measured = {PRODUCTS: found.products, "memory": found.step - parts[IDLE] - found.products}
-    for links in found.links:
-        measured[links] = parts[links] + found.hidden[links]
-        measured["memory"] -= parts[links]
+    measured = {links: found.parts[links] + found.hidden[links] for links in found.links}
+    waited = found.parts[IDLE] + sum(found.parts[links] for links in found.links)
+    measured[PRODUCTS] = found.products
+    measured["memory"] = found.step - waited - found.products
     measured["step"] = found.step
     about = trace.about
-    n = math.prod(trace.cfg.run.n_device_axis)
     kind = about["device_kind"]
+    n = math.prod(trace.cfg.run.n_device_axis)
     machine = plan.machine_of_kind(kind, about["platform"], n, about["processes"], about["slices"])
     # the memory of the program does not matter here
     answer = plan.answer(trace.cfg, machine, machines.Compiled(trace.text, 0, 0))
@@ -286,51 +247,48 @@ def beside(trace, found):
     return {part: tuple(column.get(part) for column in columns) for part in work | measured}
 
 
-# --- Printing -----------------------------------------------------------------------------------------------------
-
-
-def report(trace, found, rows):
-    """Lines of text. rows: of `beside`."""
+def report(trace, found):
+    """Text about `Shares`, beside the plan."""
     mesh = trace.cfg.run.n_device_axis
-    kind, (first, _) = trace.about["device_kind"], trace.about["steps"]
     shares = []
     for part, seconds in found.parts.most_common():
         exposed = ", exposed" if part in found.links else ""
         shares.append((part + exposed, seconds))
     shares.append(("sum", found.step))
-    lines = [
-        f"{trace.folder}: {found.steps} steps from step {first} on, {found.devices} of {math.prod(mesh)} x {kind}, "
-        f"mesh (dp, pp, tp) = {mesh}",
-        *share_table("a step", shares, found.step),
-        "",
-    ]
-    for links, seconds in sorted(found.hidden.items()):
-        lines.append(f"{links}, hidden behind computation: {seconds:.4f} s")
-    lines += [f"between two steps: {found.between:.4f} s", ""]
-    costliest = [(one.path, seconds) for one, seconds in found.operations.most_common(LISTED)]
-    lines += [*share_table("operation", costliest, found.step), ""]
-    cells = []
-    for part, (*seconds, work) in rows.items():
+    for links, seconds in found.hidden.most_common():
+        shares.append((f"{links}, hidden behind computation", seconds))
+    costliest = [(one.path, seconds) for one, seconds in found.operations.most_common(10)]
+    rows = []
+    for part, (measured, planned, work) in beside(trace, found).items():
+        row = {"a step of a device": part}
+        row["measured"] = "-" if measured is None else f"{measured:.4f} s"
+        row["planned"] = "-" if planned is None else f"{planned:.4f} s"
         amount = f"{work / 1e9:,.2f} GFLOP" if part == PRODUCTS else size(work or 0)
-        times = ["-" if t is None else f"{t:.4f} s" for t in seconds]
-        cells.append([part, *times, amount if work else "-"])
-    lines += common.markdown(["a step of a device", "measured", "planned", "in the program"], cells)
-    if rows["step"][1] is None:
-        lines.append(f"nothing is planned: the speeds of {kind} are not known")
-    return lines
+        row["in the program"] = amount if work else "-"
+        rows.append(row)
+    return f"""{trace.folder}: {found.steps} steps from step {trace.about["steps"][0]} on, {found.devices} of \
+{math.prod(mesh)} x {trace.about["device_kind"]}, mesh (dp, pp, tp) = {mesh}
+
+{share_table("a step", shares, found.step)}
+
+{share_table("operation", costliest, found.step)}
+
+{common.markdown(rows)}"""
 
 
 def share_table(heading, parts, step):
-    """Lines of a table of [(part, seconds)] with the share of a step's seconds."""
-    rows = [[part, f"{seconds:.4f}", f"{seconds / step:.1%}"] for part, seconds in parts]
-    return common.markdown([heading, "seconds", "share"], rows)
+    """A table of [(part, seconds)] with the share of a step's seconds."""
+    rows = []
+    for part, seconds in parts:
+        row = {heading: part, "seconds": f"{seconds:.4f}", "share": f"{seconds / step:.1%}"}
+        rows.append(row)
+    return common.markdown(rows)
 
 
 def main(options):
     """Print the `Shares` of a trace beside the plan."""
     trace = open_trace(options.run, options.trace)
-    found = measure(trace)
-    print("\n".join(report(trace, found, beside(trace, found))), flush=True)
+    print(report(trace, Shares(trace)))
 
 
 if __name__ == "__main__":

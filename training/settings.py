@@ -23,8 +23,6 @@ SCHEDULE = {"warmup_steps", "decay_steps", "end_steps"}
 BATCHES = {"train_batch_size", "val_batch_size", "accumulation_steps"}
 NEEDED_TO_RESUME = BATCHES | {"n_device_axis", "data"}
 
-# --- Settle -----------------------------------------------------------------------------------------------------
-
 
 class Flags(NamedTuple):
     """A command line: a configuration that is not settled yet, and which of its flags were given."""
@@ -114,9 +112,6 @@ def platform_of(cfg):
         machine = chips.parse_machine(cfg.plan.plan)
         return "gpu" if machine and machine[1].gpu else "tpu"
     return platforms.platform()
-
-
-# --- What follows ---------------------------------------------------------------------------------------------------
 
 
 def adopt(flags, weights):
@@ -229,9 +224,6 @@ def begin_documents(cfg, encoding):
     return replace(cfg, end_of_text=encoding.eot_token)
 
 
-# --- Samples ------------------------------------------------------------------------------------------------------
-
-
 def fit_samples(flags, encoding):
     """The configuration with --max_tokens cut, if it was not given, so that the prompt and a sample fit in --T; a
     prompt that was not given is cut in `prompt_ids`. Raises UserError where what was given does not fit."""
@@ -260,9 +252,6 @@ def prompt_ids(cfg, encoding):
         return None
     ids = whole_prompt(cfg, encoding)[: cfg.model.T - cfg.sample.max_tokens]
     return np.array(ids, np.int32)
-
-
-# --- A run that resumes -------------------------------------------------------------------------------------------
 
 
 def resume(flags, stored):
@@ -380,9 +369,6 @@ def check_model(flags, where, names=None):
     except UserError as e:
         words = re.sub(r"--(\w+)", of_file, str(e))
         raise UserError(f"{where}: {words}") from None
-
-
-# --- Checks -------------------------------------------------------------------------------------------------------
 
 
 def check(cfg):
