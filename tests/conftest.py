@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import random
+import shlex
 import shutil
 import signal
 import socket
@@ -57,39 +58,42 @@ import presets
 import utils
 from architectures import flags_without_choice, parameters
 from data import manifest, storage, tokenization
-from runtime import messages
+from runtime import messages, parser
 from training import settings, steps
 from training.optimizer import make_optimizer
 
+
+def given(words):
+    """{flag: value} of words of a command line."""
+    return parser.read_words(utils.Config, shlex.split(words), "tests")[0]
+
+
 # A model small enough to compile in seconds, with every part that a large one has.
-SMALL = dict(model_dimension=32, vocab_size=250, n_head=4, blocks=4, layers_per_block=3, T=32)
-SMALL |= dict(latent_dim=16, rope_dim=8, ffn_dim=64, attention="blockwise")
-SMALL |= dict(n_experts=8, experts_per_token=2, n_shared=1, expert_dim=32, capacity_factor=0.0)
-SMALL |= dict(max_lr=5e-3, end_lr=2e-4, embedding_lr=2.0, warmup_steps=2, end_steps=100)
-SMALL |= dict(microbatches=4, pp_interleave=1, compilation_cache="")
-# For runs that are looked at for their files and processes: one kind of layers compiles in two thirds of the time.
+SMALL = given("""
+    --model_dimension 32 --vocab_size 250 --n_head 4 --blocks 4 --layers_per_block 3 --T 32 --latent_dim 16
+    --rope_dim 8 --ffn_dim 64 --attention blockwise --n_experts 8 --experts_per_token 2 --n_shared 1
+    --expert_dim 32 --capacity_factor 0 --max_lr 5e-3 --end_lr 2e-4 --embedding_lr 2 --warmup_steps 2
+    --end_steps 100 --microbatches 4 --pp_interleave 1 --compilation_cache ''
+""")
+# for runs that are looked at for their files and processes: one kind of layers compiles in two thirds of the time
 SMALL_RUN = SMALL | dict(layers_per_block=1)
 # Other architectures in the same size: nothing of SMALL that they have no use for
-SMALL_DEEPSEEK = dict(embedding_norm=False, latent_conv=0, first_layers=1, layers_per_block=1)
-SMALL_DEEPSEEK |= dict(tied=False, head_dim=12, q_latent_dim=10, experts_per_token=3)
-SMALL_DEEPSEEK |= dict(n_groups=4, k_groups=2, routed_scaling=2.5)
-SMALL_GPT2 = {**flags_without_choice("gpt2"), "blocks": 4, "ffn_dim": 72, "embedding_lr": 1.0}
-SMALL_QWEN3 = flags_without_choice("qwen3") | dict(n_kv_head=4, n_head=8)
-SMALL_QWEN3 |= dict(head_dim=12, rope_base=3e4)
+SMALL_DEEPSEEK = given("""
+    --no_embedding_norm --latent_conv 0 --first_layers 1 --layers_per_block 1 --no_tied --head_dim 12
+    --q_latent_dim 10 --experts_per_token 3 --n_groups 4 --k_groups 2 --routed_scaling 2.5
+""")
+SMALL_GPT2 = flags_without_choice("gpt2") | given("--blocks 4 --ffn_dim 72 --embedding_lr 1")
+QWEN3_SIZES = given("--n_kv_head 4 --n_head 8 --head_dim 12 --rope_base 3e4")
+SMALL_QWEN3 = flags_without_choice("qwen3") | QWEN3_SIZES
 # One small model of each architecture: tests of parity, decoding, plan and export take all of them.
 ARCHITECTURES = {"deepseek": SMALL_DEEPSEEK, "gpt2": SMALL_GPT2, "qwen3": SMALL_QWEN3}
-
-
 # Workers take whole files, whose tests share what they compile, and begin with the longest ones.
-LONGEST = "parity cluster model storage faults resume trace muon docs memory".split()
+LONGEST = "memory docs muon trace resume faults storage model cluster parity".split()
 
 
 def pytest_collection_modifyitems(items):
-    def place(item):
-        name = item.path.stem.removeprefix("test_")
-        return LONGEST.index(name) if name in LONGEST else len(LONGEST)
-
-    items.sort(key=place)
+    for name in LONGEST:
+        items.sort(key=lambda item: item.path.stem != f"test_{name}")
 
 
 def small_config(mesh=(1, 1, 1), sequences=32, **flags):
@@ -102,9 +106,8 @@ def small_config(mesh=(1, 1, 1), sequences=32, **flags):
 
 def settled(m):
     """The utils.Model with the widths written out that 0 or -1 stand for."""
-    widths = dict(head_dim=m.key_dim, q_latent_dim=m.q_latent)
-    widths |= dict(ffn_dim=m.ffn_width, expert_dim=m.expert_width)
-    return dataclasses.replace(m, **widths)
+    widths = dict(ffn_dim=m.ffn_width, expert_dim=m.expert_width)
+    return dataclasses.replace(m, head_dim=m.key_dim, q_latent_dim=m.q_latent, **widths)
 
 
 def random_transformer(config, folder):
@@ -120,6 +123,21 @@ def random_transformer(config, folder):
     torch.manual_seed(0)
     make = transformers.AutoModelForCausalLM.from_config
     return make(config, trust_remote_code=True, attn_implementation="eager").float()
+
+
+def files_of_repository(*patterns):
+    """Those that git has, or would take."""
+    words = ["git", "ls-files", "-co", "--exclude-standard", *patterns]
+    listed = subprocess.check_output(words, cwd=ROOT, text=True).split()
+    return [path for path in listed if (ROOT / path).is_file()]
+
+
+def copy_repository(folder, *left_out):
+    """All but tests/ and other folders."""
+    for path in files_of_repository():
+        if path.split("/")[0] not in ("tests", *left_out):
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / path, folder / path)
 
 
 def run_on_tests(program, *words):
@@ -190,7 +208,7 @@ def make_params(cfg, mesh):
     return jax.device_put(drawn, parameters.shardings(table, mesh))
 
 
-def random_batch(cfg, mesh, seed=0):
+def batch_of(cfg, mesh, seed=0):
     """Global (tokens, targets) [accumulation, M, B, T] of random tokens; the same sequences however they are cut."""
     A, M = cfg.run.accumulation_steps, cfg.data.microbatches
     B = cfg.data.train_batch_size * cfg.run.n_device_axis[0] // M
@@ -203,13 +221,9 @@ def random_batch(cfg, mesh, seed=0):
 def furthest(a, b):
     """Largest difference between two trees, each leaf relative to its own largest entry, and that leaf's path."""
     found = []
-
-    def compare(at, x, y):
-        x, y = np.asarray(x), np.asarray(y)
-        difference = np.abs(x - y).max(initial=0) / np.abs(x).max(initial=1e-30)
-        found.append((float(difference), jax.tree_util.keystr(at)))
-
-    jax.tree_util.tree_map_with_path(compare, a, b)
+    for (path, x), y in zip(jax.tree.leaves_with_path(a), jax.tree.leaves(b), strict=True):
+        difference = np.abs(np.subtract(x, y)).max(initial=0) / np.abs(x).max(initial=1e-30)
+        found.append((float(difference), jax.tree_util.keystr(path)))
     return max(found)
 
 
@@ -221,13 +235,13 @@ def begin(cfg, mesh):
     return steps.init_state(cfg, abstract, optimizer, make_params(cfg, mesh)), step
 
 
-def steps_of(cfg, n, seeds=None):
-    """TrainState after n optimizer steps on random batches, and the metrics of every step."""
+def steps_of(cfg, seeds):
+    """TrainState after a step on the random batch of each seed, and the metrics of every step."""
     mesh = steps.make_mesh(cfg)
     state, step = begin(cfg, mesh)
     seen = []
-    for seed in seeds or range(n):
-        state, metrics = step(state, *random_batch(cfg, mesh, seed))
+    for seed in seeds:
+        state, metrics = step(state, *batch_of(cfg, mesh, seed))
         seen.append(jax.device_get(metrics))
     return state, seen
 
@@ -306,9 +320,6 @@ def refusal(call, *parts):
     return said
 
 
-# --- Waiting and ports ------------------------------------------------------------------------------------------
-
-
 def wait_for(condition, seconds=300):
     end = time.monotonic() + seconds
     while not condition():
@@ -338,9 +349,6 @@ def in_session(session):
     return found
 
 
-# --- Tokenizers -------------------------------------------------------------------------------------------------
-
-
 @functools.cache
 def made_ranks(n):
     """{token bytes: rank} of n tokens: every byte, every pair of bytes in a random order, triples of common letters."""
@@ -365,21 +373,9 @@ def named_tokenizers(monkeypatch):
     monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})  # those made before
 
 
-# --- Buckets ----------------------------------------------------------------------------------------------------
+class Faulty(BaseHTTPRequestHandler):
+    """Of a proxy to the server at port `behind`: it answers every third request with 503, `most` times."""
 
-
-class Faulty(ThreadingHTTPServer):
-    """A proxy to the server at `port` that answers every third request with 503, `most` times."""
-
-    most = float("inf")
-
-    def __init__(self, port):
-        super().__init__(("127.0.0.1", 0), FaultyHandler)
-        self.behind, self.requests, self.failed = port, itertools.count(1), 0
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-
-
-class FaultyHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"  # clients wait for its "100 Continue"
 
     def answer(self):
@@ -408,29 +404,23 @@ class FaultyHandler(BaseHTTPRequestHandler):
 def bucket(request, monkeypatch):
     """(address of a bucket whose server fails every third request, its file system without failures, the proxy)."""
     kind, port = request.param, free_port()
-    package = {"gs": "gcp_storage_emulator", "s3": "moto.server"}[kind]
+    servers = dict(gs=("gcp_storage_emulator", [ROOT / "tests/gcs_emulator.py", port, "bucket"]))
+    servers["s3"] = ("moto.server", ["-m", "moto.server", "-p", port])
+    package, words = servers[kind]
     pytest.importorskip(package, reason="bash setup_tpu.sh test")
-    command = {
-        "gs": [ROOT / "tests/gcs_emulator.py", str(port), "bucket"],
-        "s3": ["-m", "moto.server", "-p", str(port)],
-    }
     quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    server = subprocess.Popen([sys.executable, *command[kind]], **quiet)
+    server = subprocess.Popen([sys.executable, *map(str, words)], **quiet)
     try:
         wait_for(lambda: listens("127.0.0.1", port))
-        proxy, url = Faulty(port), f"http://127.0.0.1:{port}"
+        proxy, url = ThreadingHTTPServer(("127.0.0.1", 0), Faulty), f"http://127.0.0.1:{port}"
+        proxy.behind, proxy.requests, proxy.failed, proxy.most = port, itertools.count(1), 0, 9**9
+        threading.Thread(target=proxy.serve_forever, daemon=True).start()
         faulty = f"http://127.0.0.1:{proxy.server_port}"
-        environment = {
-            "STORAGE_EMULATOR_HOST": faulty,
-            "TENSORSTORE_GCS_HTTP_URL": faulty,
-            "GOOGLE_AUTH_TOKEN_FOR_TESTING": "x",
-            "AWS_ENDPOINT_URL": faulty,
-            "AWS_ACCESS_KEY_ID": "x",
-            "AWS_SECRET_ACCESS_KEY": "x",
-            "AWS_DEFAULT_REGION": "us-east-1",
-        }
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
+        for name in ("STORAGE_EMULATOR_HOST", "TENSORSTORE_GCS_HTTP_URL", "AWS_ENDPOINT_URL"):
+            monkeypatch.setenv(name, faulty)
+        for name in "GOOGLE_AUTH_TOKEN_FOR_TESTING AWS_ACCESS_KEY_ID AWS_SECRET_ACCESS_KEY".split():
+            monkeypatch.setenv(name, "x")
+        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
         fsspec.get_filesystem_class(kind).clear_instance_cache()  # of another test's server
         anonymous = {"token": "anon"} if kind == "gs" else {}
         fs = fsspec.filesystem(kind, endpoint_url=url, skip_instance_cache=True, **anonymous)

@@ -7,7 +7,6 @@ not run: the flags of its commands are parsed.
 
 import ast
 import contextlib
-import dataclasses
 import functools
 import graphlib
 import io
@@ -15,13 +14,12 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import BYTE_RANKS, ROOT, SMALL_RUN, flags_of
+from conftest import BYTE_RANKS, ROOT, SMALL_RUN, copy_repository, files_of_repository, flags_of
 
 import model
 import presets
@@ -40,34 +38,24 @@ tools/sample.py tools/trace.py""".split()
 OUR_FILE = r"[\w./-]+\.(?:py|sh|toml)"  # what runs write is .json, .jsonl, .png
 
 
-@dataclasses.dataclass
-class Fence:
-    info: str  # what stands behind the opening backticks
-    body: str
-    shown: str  # the plain fence right after it, "" where there is none
-
-
-def fences(text):
+def fences(page):
+    """[(what stands behind the opening backticks, body, the plain fence right after it or "")]."""
     pattern = r"^```([^\n]*)\n(.*?)^```$(?=(?:\n\n```\n(.*?)^```$)?)"
-    found = re.findall(pattern, text, re.MULTILINE | re.DOTALL)
-    return [Fence(info.strip(), body, shown) for info, body, shown in found]
+    return re.findall(pattern, page.read_text(), re.MULTILINE | re.DOTALL)
 
 
 def prose(text):
-    """The page without its fences."""
     return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
-def commands(fence):
+def commands(body):
     """The command lines of a fence: comments dropped, continued lines joined, `a && b` as two, variables replaced by
     their values, those of loops by the first."""
-    known = dict(re.findall(r'^(\w+)="(.*)"$', fence.body, re.MULTILINE))
-    known |= dict(re.findall(r"for (\w+) in (\w+)", fence.body))
-    body = re.sub(r"\$(\w+)", lambda name: known.get(name[1], name[0]), fence.body)
-    lines = body.replace("\\\n", " ").splitlines()
-    parts = [part for line in lines for part in line.split("&&")]
-    words = [shlex.split(part, comments=True) for part in parts]
-    return [command for command in words if command]
+    known = dict(re.findall(r'^(\w+)="(.*)"$', body, re.MULTILINE))
+    known |= dict(re.findall(r"for (\w+) in (\w+)", body))
+    body = re.sub(r"\$(\w+)", lambda name: known.get(name[1], name[0]), body)
+    lines = body.replace("\\\n", " ").replace("&&", "\n").splitlines()
+    return list(filter(None, [shlex.split(line, comments=True) for line in lines]))
 
 
 def anchors(text):
@@ -82,12 +70,6 @@ def defines(path, name):
     before = rf"^class {owner}\b.*\n(?:(?: .*)?\n)*?    " if owner else "^"
     defined = rf"{before}(?:(?:def|class) {name}\b|(?:\w+, )*{name}(?:,|:| =))"
     return re.search(defined, path.read_text(), re.MULTILINE)
-
-
-def files_of_repository(*patterns):
-    """Those that git has, or would take."""
-    words = ["git", "ls-files", "-co", "--exclude-standard", *patterns]
-    return subprocess.check_output(words, cwd=ROOT, text=True).split()
 
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -110,15 +92,15 @@ def test_files_and_names_in_them_are_there(page):
     listed = files_of_repository()
     for file, name in re.findall(rf"`({OUR_FILE})(?::\s+([\w.]+))?`", prose(page.read_text())):
         if "NAME" not in file:  # of the reader's choice
-            found = [path for path in listed if path == file or path.endswith(f"/{file}")]
+            found = [path for path in listed if f"/{path}".endswith(f"/{file}")]
             assert file in found or len(found) == 1, file
             path = ROOT / (file if file in found else found[0])
             assert not name or defines(path, name), f"{file}: {name}"
 
 
-def as_flag(word):
-    """--a-flag or -a_flag as --a_flag, which is what the programs make of it."""
-    return "--" + word.lstrip("-").replace("-", "_")
+def as_flags(words):
+    """--a-flag and -a_flag as --a_flag, which is what the programs make of it."""
+    return {"--" + word.lstrip("-").replace("-", "_") for word in words}
 
 
 @functools.cache
@@ -130,7 +112,7 @@ def help_of(program):
         command = [sys.executable, str(ROOT / program), "--help", "all"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
         said = done.stdout
-    return {as_flag(word) for word in re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", said)}
+    return as_flags(re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", said))
 
 
 @functools.cache
@@ -138,13 +120,13 @@ def every_flag():
     """Of all programs and scripts, of pytest and pip none. Old names of main.py are flags too."""
     with ThreadPoolExecutor(2) as both:
         known = set().union(*both.map(help_of, [*PROGRAMS, *SCRIPTS]))
-    return known | {as_flag(old) for old in parser.RENAMED}
+    return known | as_flags(parser.RENAMED)
 
 
 @every_page
 def test_a_program_has_each_flag(page):
-    said = set(re.findall(r"(?<![\w-])--[a-zA-Z]\w*", prose(page.read_text())))
-    assert {as_flag(flag) for flag in said} <= every_flag()
+    said = re.findall(r"(?<![\w-])--[a-zA-Z]\w*", prose(page.read_text()))
+    assert as_flags(said) <= every_flag()
 
 
 def check_command(command):
@@ -161,14 +143,14 @@ def check_command(command):
     if program in ("tools/bench.py", *SCRIPTS):  # take those of main.py too
         known = known | help_of("main.py")
     flags = [word.split("=")[0] for word in words if parser.FLAG.match(word)]
-    assert {as_flag(flag) for flag in flags} <= known, (program, flags)
+    assert as_flags(flags) <= known, (program, flags)
 
 
 @every_page
 def test_commands_are_understood(page):
-    for fence in fences(page.read_text()):
-        assert fence.info in KINDS
-        for command in commands(fence) if fence.info.startswith("sh") else []:
+    for info, body, _ in fences(page):
+        assert info in KINDS
+        for command in commands(body) if info.startswith("sh") else []:
             check_command(command)
 
 
@@ -180,7 +162,6 @@ def test_readme_is_short_and_leads_everywhere():
 
 
 def test_every_flag_is_listed_once():
-    """The table of flags in docs/runs.md."""
     table = (ROOT / "docs" / "runs.md").read_text().split("| group | flags |")[1].split("\n\n")[0]
     listed = re.findall(r"`(\w+)`", table)
     assert sorted(listed) == sorted(parser.fields_of(utils.Config))
@@ -203,16 +184,10 @@ def test_the_curves_of_rates_are_those_of_its_tables():
     assert len(losses) > 20 and all(f"{loss:.3f}" in text for loss in losses)
 
 
-def order():
-    """{package or module at top level: its place in the arrow}. It may import what is left of it."""
-    arrow = re.search(r"^```\n(.*?◄.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.M | re.S)
-    return {name.strip(): place for place, name in enumerate(arrow[1].split("◄"))}
-
-
-def imported(source):
-    """Modules, or names in modules, that the statements of a source import."""
+def imported(path):
+    """Modules, or names in modules, that the statements of a file import."""
     names = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -220,28 +195,19 @@ def imported(source):
     return names
 
 
-def sources():
-    """{module: source} of the repository's Python files but tests."""
-    found = {}
-    for path in files_of_repository("*.py"):
-        if not path.startswith("tests/") and (ROOT / path).is_file():
-            module = path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
-            found[module] = (ROOT / path).read_text()
-    return found
-
-
 def test_imports_go_one_way_and_in_no_circle():
-    modules = sources()
-    graph = {name: (imported(modules[name]) & modules.keys()) - {name} for name in modules}
+    paths = [path for path in files_of_repository("*.py") if not path.startswith("tests/")]
+    names = [re.sub(r"(\.__init__)?\.py$", "", path.replace("/", ".")) for path in paths]
+    graph = {name: imported(ROOT / path) & {*names} for name, path in zip(names, paths)}
+    graph = {name: others - {name} for name, others in graph.items()}
     graphlib.TopologicalSorter(graph).prepare()  # fails at a circle
-    place = order()
+    # a package or module at top level may import what is left of it in this arrow
+    arrow = re.search(r"^```\n(.*?◄.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.M | re.S)
+    place = {name.strip(): i for i, name in enumerate(arrow[1].split("◄"))}
     for module, others in graph.items():
         for other in others:
             assert place[other.split(".")[0]] <= place[module.split(".")[0]], (module, other)
-
-
-def test_few_files_stand_at_top_level():
-    assert len(list(ROOT.glob("*.py"))) <= 6
+    assert sum("/" not in path for path in paths) <= 6
 
 
 def run(words, folder):
@@ -267,8 +233,7 @@ TRAIN = """--compilation_cache xla --training_steps 2 --profile 2:2 --warmup_ste
 def copy(tmp_path_factory):
     """A copy of the repository with shards in data/shards/stdlib and a run of a few steps in runs/tiny."""
     folder = tmp_path_factory.mktemp("docs") / "copy"
-    left_out = (".*", "runs", "shards", "cache", "wandb", "__pycache__", "tests")
-    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*left_out))
+    copy_repository(folder)
     (folder / "bytes.tiktoken").write_bytes(tokenization.dump_ranks(BYTE_RANKS))
     (folder / "text").mkdir()
     for i in range(12):
@@ -282,8 +247,8 @@ def copy(tmp_path_factory):
 @every_page
 def test_commands_run_as_they_stand(page, copy):
     """Where the page shows lines of an output, spaces and what stands behind # do not count."""
-    for fence in fences(page.read_text()):
-        if fence.info == "sh":
-            output = " ".join(" ".join(run(words, copy).split()) for words in commands(fence))
-            lines = [" ".join(line.split("#")[0].split()) for line in fence.shown.splitlines()]
+    for info, body, shown in fences(page):
+        if info == "sh":
+            output = " ".join(" ".join(run(words, copy).split()) for words in commands(body))
+            lines = [" ".join(line.split("#")[0].split()) for line in shown.splitlines()]
             assert [line for line in lines if line != "..." and line not in output] == []

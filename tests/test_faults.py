@@ -5,7 +5,6 @@ import inspect
 import json
 import math
 import os
-import random
 import re
 import resource
 import shutil
@@ -14,8 +13,8 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 
 import fsspec
@@ -23,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ROOT, SMALL, flags_of, free_port, refusal, wait_for
+from conftest import ROOT, SMALL, flags_of, free_port, given, refusal, wait_for
 from test_cluster import XLA_FLAGS
 from test_resume import TINY, metrics_of
 
@@ -38,46 +37,32 @@ from tools import checkpoints as tool
 from training import checkpointing, steps
 from training.bad_steps import BadSteps, Rollback
 
-# --- Numbers that are not finite ----------------------------------------------------------------------------------
-
-
 PER_STEP = 8  # sequences
 
 
-def observe(bad_steps, losses, first=1):
-    """Let finished steps with these losses, from step `first` on, be observed."""
-    for step, loss in enumerate(losses, first):
-        bad_steps.observe(step, PER_STEP * step, loss, 1.0)
+def observed(limit, losses, norm=1.0):
+    """`BadSteps` after steps with these losses."""
+    bad_steps = BadSteps(limit)
+    for step, loss in enumerate(losses, 1):
+        bad_steps.observe(step, PER_STEP * step, loss, norm)
+    return bad_steps
 
 
 def test_single_bad_steps_are_counted_and_cause_no_rollback(capsys):
-    bad_steps = BadSteps(limit=3)
-    observe(bad_steps, [4.0, math.nan, math.inf, 4.0, -math.inf, 4.0])
+    bad_steps = observed(3, [4.0, math.nan, math.inf, 4.0, -math.inf, 4.0])
     assert (bad_steps.total, bad_steps.consecutive, bad_steps.due) == (3, 0, None)
     said = r"warning: step (\d) is skipped, its loss is (\S+) and .*\((\d) in a row\)"
     found = re.findall(said, capsys.readouterr().out)
     assert found == [("2", "nan", "1"), ("3", "inf", "2"), ("5", "-inf", "1")]
-    never = BadSteps(limit=0)
-    observe(never, [math.nan] * 50)
-    assert never.due is None and never.total == 50
-    of_gradients = BadSteps(limit=2)
-    of_gradients.observe(1, 8, 4.0, math.nan)
-    of_gradients.observe(2, 16, 4.0, math.inf)
-    assert of_gradients.due == Rollback(before=1, sequences=16, bad_steps=2)
+    assert observed(0, [math.nan] * 50).due is None
+    for norm in (math.nan, math.inf):
+        assert observed(2, [4.0, 4.0], norm).due == Rollback(1, 2 * PER_STEP, bad_steps=2)
 
 
-def test_the_rollback_leads_before_the_first_bad_step_and_past_the_data_of_the_last():
-    bad_steps = BadSteps(limit=3)
-    observe(bad_steps, [4.0, math.nan, 4.0, math.nan, math.nan])
-    assert bad_steps.in_progress and bad_steps.due is None
-    observe(bad_steps, [math.nan], first=6)
-    assert bad_steps.due == Rollback(before=4, sequences=6 * PER_STEP, bad_steps=4)
-    observe(bad_steps, [math.nan], first=7)  # its metrics were under way; its data is read again
-    assert bad_steps.due == Rollback(before=4, sequences=6 * PER_STEP, bad_steps=4)
-
-
-def poisoned(make_loss, bad):
-    """`model.make_loss` whose training loss is not finite on batches that begin with one of the rows `bad` [n, T]."""
+def poisoned(cfg, steps, per_step):
+    """`model.make_loss` whose training loss is not finite on batches that an undisturbed run has at these steps."""
+    make_loss, first = model.make_loss, (np.array(steps) - 1) * per_step
+    bad = dataset.Mixture(cfg, "train").sequences(first, seed=0)[:, :-1]
 
     def make(cfg, mesh, train):
         loss = make_loss(cfg, mesh, train)
@@ -93,16 +78,8 @@ def poisoned(make_loss, bad):
 
 @pytest.fixture
 def poison(shards, monkeypatch):
-    """`poison(steps)`: let the batches that an undisturbed run has at these steps give a NaN."""
-    make_loss = model.make_loss
-
-    def poison(steps):
-        cfg = utils.replace(presets.preset("tiny"), data=str(shards), T=16, vocab_size=250)
-        first = (np.array(steps) - 1) * 8
-        bad = dataset.Mixture(cfg, "train").sequences(first, seed=0)[:, :-1]
-        monkeypatch.setattr(model, "make_loss", poisoned(make_loss, bad))
-
-    return poison
+    cfg = utils.replace(presets.preset("tiny"), data=str(shards), T=16, vocab_size=250)
+    return lambda steps: monkeypatch.setattr(model, "make_loss", poisoned(cfg, steps, PER_STEP))
 
 
 def meta_of(run, step):
@@ -142,9 +119,6 @@ def test_after_three_rollbacks_the_run_ends(train, poison, tmp_path, capsys):
     assert [p.name for p in (tmp_path / "runs/run/checkpoints").iterdir()] == ["4"]
 
 
-# --- Checkpoints --------------------------------------------------------------------------------------------------
-
-
 def state_of(seed, n=3000):
     rng = np.random.default_rng(seed)
     params = {"a": jnp.array(rng.normal(size=n), jnp.float32), "b": jnp.arange(7)}
@@ -172,42 +146,23 @@ def restored(folder):
     return meta["step"]
 
 
-def test_a_checkpoint_truncated_anywhere_is_passed_over(two_checkpoints, tmp_path, capsys):
-    rng = random.Random(0)
-    parts = [p for p in (two_checkpoints / "2").rglob("*") if p.is_file()]
-    parts = [p for p in parts if {"state", "meta"} & {*p.parts}]
-    passed_over = 0
-    for n, part in enumerate(rng.choices(parts, [p.stat().st_size for p in parts], k=20)):
-        shutil.copytree(two_checkpoints, tmp_path / str(n))
-        part = tmp_path / str(n) / part.relative_to(two_checkpoints)
-        os.truncate(part, rng.randrange(part.stat().st_size))
-        passed_over += restored(tmp_path / str(n)) == 1  # what no reader looks at may be missing
-    assert passed_over >= 16
-    assert capsys.readouterr().err.count("resuming from checkpoint 1") == passed_over
-
-
-def in_meta(checkpoint, old, new):
+def change_meta(checkpoint, sealed, **changes):
+    """sealed: with the sum of what is there now."""
     path = checkpoint / "meta" / "metadata"
-    assert old in path.read_text()
-    path.write_text(path.read_text().replace(old, new))
-
-
-def of_other_contents(checkpoint):
-    """Beside arrays that can be read and are not those that were saved."""
-    path = checkpoint / "meta" / "metadata"
-    meta = json.loads(path.read_text())
-    meta["fingerprint"][0] ^= 1
-    path.write_text(json.dumps(meta | {"sum": checkpointing.meta_sum(meta)}))
+    meta = json.loads(path.read_text()) | changes
+    if sealed:
+        meta["sum"] = checkpointing.meta_sum(meta)
+    path.write_text(json.dumps(meta))
 
 
 DAMAGED = {  # what becomes of checkpoint 2
-    "arrays": of_other_contents,
+    "arrays": lambda at: change_meta(at, sealed=True, fingerprint=[1, 2]),
     "array metadata": lambda at: next((at / "state/array_metadatas").iterdir()).write_text("{"),
     "a file is a folder": lambda at: [(p.unlink(), p.mkdir()) for p in (at / "state/d").iterdir()],
+    "cut off": lambda at: [os.truncate(path, 99) for path in (at / "state/d").iterdir()],
     "no meta": lambda at: shutil.rmtree(at / "meta"),
     "meta is a list": lambda at: (at / "meta/metadata").write_text("[1]"),
-    "another position": lambda at: in_meta(at, '"sequences": 16000', '"sequences": 8000'),
-    "no step": lambda at: in_meta(at, '"step"', '"stop"'),
+    "another position": lambda at: change_meta(at, sealed=False, sequences=8000),
 }
 
 
@@ -258,8 +213,6 @@ def test_checkpoints_are_listed_and_verified(two_checkpoints, tmp_path, capsys):
     assert "2  damaged: " in capsys.readouterr().out
 
 
-# --- One process in a folder --------------------------------------------------------------------------------------
-
 HOLD = """
 import sys, time
 from runtime import locks
@@ -274,7 +227,7 @@ def alone(folder):
 
 
 def assert_taken(folder, said):
-    refusal(lambda: alone(folder).__enter__(), said)
+    refusal(alone(folder).__enter__, said)
 
 
 def test_a_run_directory_is_one_process_alone(train, tmp_path, capsys, monkeypatch):
@@ -297,21 +250,16 @@ def test_a_run_directory_is_one_process_alone(train, tmp_path, capsys, monkeypat
         holder.kill()
         holder.communicate()
     assert train(**flags) == 0
-    said = capsys.readouterr().out
-    assert (
-        f"{run} is taken over from process {holder.pid}, which ended without releasing it" in said
-    )
-    assert "lock" not in os.listdir(run)
+    said = f"{run} is taken over from process {holder.pid}, which ended without releasing it"
+    assert said in capsys.readouterr().out and "lock" not in os.listdir(run)
     flags |= dict(output_dir=tmp_path / "other", data=tmp_path / "nowhere")
     refusal(lambda: train(**flags), "--data")
     assert not (tmp_path / "other" / "run").exists(), "a refusal leaves nothing"
 
 
-@pytest.mark.parametrize("where", ["local", "memory://locks"])
-def test_a_lock_of_another_host_is_refused_and_that_of_a_dead_process_is_not(
-    where, tmp_path, capsys
-):
-    folder = str(tmp_path) if where == "local" else where
+@pytest.mark.parametrize("where", ["{}", "memory://{}"])
+def test_only_the_lock_of_a_dead_process_is_taken_over(where, tmp_path, capsys):
+    folder, local = where.format(tmp_path), where == "{}"
     path, me = f"{folder}/lock", json.loads(locks.this_process())
 
     def left(**differs):
@@ -321,18 +269,18 @@ def test_a_lock_of_another_host_is_refused_and_that_of_a_dead_process_is_not(
     said = f"--output x: process 5 on faraway has been writing to {folder} since noon; if it runs "
     assert_taken(folder, f"{said}no more, remove {path}, else give another --output.")
     assert json.loads(files.read_file(path))["host"] == "faraway"
-    if where != "local":  # a process of a bucket's lock is known by its number alone
+    if not local:  # a process of a bucket's lock is known by its number alone
         left(pid=os.getppid())
         assert_taken(folder, f"process {os.getppid()} on {me['host']}")  # it is alive
     left(pid=2**22 + 1)
     with alone(folder):
         assert json.loads(files.read_file(path))["pid"] == os.getpid()
-        if where == "local":
+        if local:
             assert_taken(folder, f"process {os.getpid()} on {me['host']}")
     assert files.read_file(path) is None
     assert "is taken over from process" in capsys.readouterr().out
     with alone(folder):
-        if where == "local":
+        if local:
             os.remove(path)
         left(host="faraway")
     assert files.read_file(path), "another's by now, so it stays"
@@ -371,10 +319,7 @@ def test_a_file_is_replaced_whole_and_nothing_else_is_touched(tmp_path, monkeypa
     assert path.read_text() == (tmp_path / "folder/new.json").read_text() == "new"
     assert os.readlink(tmp_path / "link") == "plan.json" and oct(path.stat().st_mode)[-3:] == "604"
 
-    def fails(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "fsync", fails)
+    monkeypatch.setattr(os, "fsync", lambda fd: signal.default_int_handler(fd, None))
     with pytest.raises(KeyboardInterrupt):
         files.write_file(str(path), "half")
     assert path.read_text() == "new" and (tmp_path / "plan.json.part").read_text() == "mine"
@@ -402,10 +347,9 @@ def test_a_file_that_may_not_be_written_is_refused(tmp_path, monkeypatch):
 
 
 def test_what_killed_writers_left_unfinished_is_removed_and_nothing_of_others(tmp_path):
-    path, other = str(tmp_path / "ranks"), str(tmp_path / "other.part")
-    for part in (files.part_of(path), files.part_of(str(tmp_path / "other")), other):
-        with open(part, "w") as f:
-            f.write("x")
+    path = str(tmp_path / "ranks")
+    for part in (files.part_of(path), files.part_of(str(tmp_path / "a")), tmp_path / "other.part"):
+        Path(part).write_text("x")
     with files.replacing(path) as first:  # another program writes the same file meanwhile
         files.write_file(path, "second")
         assert len(os.listdir(tmp_path)) == 4 and os.path.exists(first.name)
@@ -422,9 +366,6 @@ def test_a_signal_gives_back_the_lock_and_removes_what_is_half_written(tmp_path)
         interrupts.give_back()  # as the thread of signals does, while this one goes its way
         assert os.listdir(tmp_path) == []
     assert os.listdir(tmp_path) == []
-
-
-# --- Signals ------------------------------------------------------------------------------------------------------
 
 
 def test_a_third_signal_ends_at_once_and_says_what_is_lost(train, tmp_path, monkeypatch):
@@ -451,14 +392,11 @@ def test_a_third_signal_ends_at_once_and_says_what_is_lost(train, tmp_path, monk
 def test_a_stop_at_a_save_step_loses_no_samples(train, tmp_path, monkeypatch):
     """Whether a signal or an error is its reason."""
 
-    def sampler(*_):
-        return lambda params: [str(params["embedding"][0, 0])]
-
     def samples(name):
         assert train(**flags, name=name) == 0
         return (tmp_path / "runs" / name / "samples.txt").read_text()
 
-    monkeypatch.setattr(main, "make_sampler", sampler)
+    monkeypatch.setattr(main, "make_sampler", lambda *_: lambda p: [str(p["embedding"][0, 0])])
     flags = TINY | dict(training_steps=4, save_steps=2)
     whole = samples("whole")
     assert whole.count("=== step") == 2
@@ -482,9 +420,6 @@ def test_an_interrupt_while_jax_is_imported_is_one_line(tmp_path):
         assert (done.returncode, done.stdout, done.stderr) == (130, "", said + "\n"), words
 
 
-# --- Storage without a network, or without rights -----------------------------------------------------------------
-
-
 class Refusing(BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response_only(403)
@@ -500,16 +435,11 @@ def test_missing_rights_are_one_sentence_and_nothing_else(train, monkeypatch, ca
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setattr(files, "WAITS", (0,) * 6)
     fsspec.get_filesystem_class("gs").clear_instance_cache()
-    source = SimpleNamespace(source="gs://bucket/a.jsonl", text_column="text", skip_damaged=False)
-    works = [
-        lambda: files.write_file("gs://bucket/x", "content"),
-        lambda: open_source(source),
-        lambda: train(data="gs://bucket/x"),
-        lambda: train(output_dir="gs://bucket/x"),
-        lambda: train(init_from="gs://bucket/x"),
-    ]
+    source = SimpleNamespace(source="gs://b/a.jsonl", text_column="text", skip_damaged=False)
+    works = [lambda: files.write_file("gs://b/x", "content"), lambda: open_source(source)]
+    works += [lambda f=f: train(**{f: "gs://b/x"}) for f in ("data", "output_dir", "init_from")]
     for work in works:
-        refusal(work, "gs://bucket/", " cannot be used", "credentials give access to it.")
+        refusal(work, "gs://b/", " cannot be used", "credentials give access to it.")
     server.shutdown()
     fsspec.get_filesystem_class("gs").clear_instance_cache()
     assert caplog.text == "" and "Traceback" not in capfd.readouterr().err
@@ -534,11 +464,14 @@ def test_storage_that_does_not_answer_is_tried_for_a_minute_with_a_word(monkeypa
     refusal(lambda: files.read_file("foo://x"), "foo://x: is no address that can be used (")
 
 
-# --- Two processes ------------------------------------------------------------------------------------------------
-
 BAD = [5, 6, 31, 32, 33]  # the last three send the run back to step 20
 SAVE = 20
 STEPS = 110
+TOGETHER = given(f"""
+    --n_device_axis 2 1 1 --n_devices 2 --num_processes 2 --train_batch_size 4 --val_batch_size 4
+    --eval_every {10 * SAVE} --eval_steps 1 --save_steps {SAVE} --keep_checkpoints 9 --max_bad_steps 3
+    --training_steps {STEPS} --peer_timeout 20
+""")
 # main.py whose batches BAD give a NaN. argv[1] is {"pause": seconds to read a batch, "unreadable": step whose batch
 # process 1 cannot read}; beside this file process 0 writes a line for every step.
 DRIVER = f"""
@@ -559,8 +492,7 @@ from runtime import processes
 {inspect.getsource(poisoned)}
 cfg = flags.cfg
 per_step = cfg.data.train_batch_size * 2
-bad = dataset.Mixture(cfg, "train").sequences((np.array({BAD}) - 1) * per_step, seed=0)[:, :-1]
-model.make_loss = poisoned(model.make_loss, bad)
+model.make_loss = poisoned(cfg, {BAD}, per_step)
 put_batch, begin = main.put_batch, processes.Watchdog.begin
 
 def slow(order, first, shape, mesh):
@@ -586,21 +518,18 @@ class Pair:
         self.folder, self.run = folder / name, folder / "runs" / name
         self.folder.mkdir()
         (self.folder / "driver.py").write_text(DRIVER)
-        flags = SMALL | TINY | dict(n_device_axis=(2, 1, 1), n_devices=2, num_processes=2)
-        flags |= dict(train_batch_size=4, val_batch_size=4, eval_every=10 * SAVE, eval_steps=1)
-        flags |= dict(output_dir=folder / "runs", data=shards, name=name, compilation_cache=cache)
-        flags |= dict(save_steps=SAVE, keep_checkpoints=9, max_bad_steps=3, training_steps=STEPS)
-        flags |= dict(peer_timeout=20, coordinator=f"127.0.0.1:{free_port()}")
+        flags = SMALL | TINY | TOGETHER | dict(name=name, compilation_cache=cache, data=shards)
+        flags |= dict(output_dir=folder / "runs", coordinator=f"127.0.0.1:{free_port()}")
         env = {**os.environ, "XLA_FLAGS": XLA_FLAGS, "RESTART_PAUSE": "0"}
         env.pop("TF_CPP_MIN_LOG_LEVEL", None)  # jax sets it here
         supervise = ["bash", ROOT / "tools/cluster/supervise.sh", str(restarts)]
         program = [sys.executable, self.folder / "driver.py", json.dumps(faults)]
+        program += ["--preset", "tiny"]
         self.supervisors = []
         for i in range(2):
             own = self.folder / str(i)
             own.mkdir()
-            words = [*supervise, own, *program, "--preset", "tiny"]
-            words += flags_of(**flags, process_id=i)
+            words = [*supervise, own, *program, *flags_of(**flags, process_id=i)]
             with open(own / "log", "w") as log:
                 out = dict(stdout=log, stderr=subprocess.STDOUT)
                 self.supervisors.append(subprocess.Popen(words, env=env, **out))
@@ -613,10 +542,7 @@ class Pair:
         return [int(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def pid(self, i):
-        try:
-            return int((self.folder / str(i) / "pid").read_text())
-        except (OSError, ValueError):  # between two lives
-            return None
+        return int((self.folder / str(i) / "pid").read_text())
 
     def ends(self, status):
         """Both processes end with this status; what each has printed."""
@@ -627,7 +553,7 @@ class Pair:
     def kill(self):
         for i, supervisor in enumerate(self.supervisors):
             supervisor.terminate()
-            with contextlib.suppress(ProcessLookupError, TypeError):
+            with contextlib.suppress(OSError, ValueError):  # it has ended
                 os.kill(self.pid(i), signal.SIGKILL)
             supervisor.wait(30)
 
@@ -648,28 +574,18 @@ def pair(shards, xla_cache, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def undisturbed(pair):
-    """A run that nothing but its data disturbed."""
     whole = pair("whole")
     assert all("rollback 1 of 3 to step 20" in log for log in whole.ends(0))
     return whole.run
 
 
-KILLS = int(os.environ.get("FAULT_KILLS", 2))
-
-
 def test_killed_again_and_again_the_run_is_the_same(pair, undisturbed):
-    """kill -9 of either process, at moments spread over the interval between saves and so within saves too."""
-    rng = random.Random(KILLS)
+    """kill -9 of either process, within a save or soon after it, and between two."""
     disturbed = pair("killed", restarts=99, pause=0.06)
-    # steps since a multiple of SAVE
-    after = [SAVE * (n + rng.random()) / KILLS for n in range(KILLS)]
-    rng.shuffle(after)
-    for n, further in enumerate(after):
-        at = min(40 + SAVE * (n * 5 // KILLS), STEPS - 2 * SAVE) + further
+    for n, at in enumerate([41, 88]):
         seen = len(disturbed.launched())
-        wait_for(lambda: len(disturbed.launched()) > seen and disturbed.launched()[-1] >= int(at))
-        time.sleep(0.06 * (at % 1))
-        os.kill(disturbed.pid(rng.randrange(2)), signal.SIGKILL)
+        wait_for(lambda: len(disturbed.launched()) > seen and disturbed.launched()[-1] >= at)
+        os.kill(disturbed.pid(n), signal.SIGKILL)
         wait_for(lambda: all(log.count("starting it again") > n for log in disturbed.logs()))
     said = "".join(disturbed.ends(0))
     assert "error: another process of this run was lost; its log says why" in said
@@ -677,7 +593,7 @@ def test_killed_again_and_again_the_run_is_the_same(pair, undisturbed):
     assert meta_of(disturbed.run, STEPS) == meta_of(undisturbed, STEPS)  # with the fingerprint
     assert metrics_of(disturbed.run) == metrics_of(undisturbed)
     # A kill within a save loses what came after the save before. The rollback loses 14: from 34 back to 20.
-    assert len(disturbed.launched()) - STEPS <= KILLS * 2 * SAVE + 14
+    assert len(disturbed.launched()) - STEPS <= 2 * 2 * SAVE + 14
     assert not list((disturbed.run / "checkpoints").glob("*tmp*"))
 
 

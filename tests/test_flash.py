@@ -95,9 +95,21 @@ def test_loss_and_gradients_of_a_model(mesh, flags, interpreted):
     assert_same(plain, ours, 1e-5)
 
 
-def count(block, n, masked):
-    """A step that counts blocks."""
-    return n + 1
+def blocks_computed(T, blocks, start, ends):
+    """(for queries, for keys): how many blocks of scores the kernels compute."""
+
+    def count(block, n, masked):
+        return n + 1
+
+    with jax.disable_jit():
+        firsts = range(0, T, blocks.own)
+        by_queries = [flash.over_keys(count, 0, first, start, blocks) for first in firsts]
+        documents = start is not None
+        by_keys = [
+            flash.over_queries(count, 0, first, end, blocks, documents)
+            for first, end in zip(firsts, ends)
+        ]
+    return sum(by_queries), sum(by_keys)
 
 
 @pytest.mark.parametrize("dtype", flash.BLOCKS)
@@ -106,12 +118,8 @@ def test_kernels_compute_the_scores_that_the_plan_counts(T, dtype):
     cfg = utils.replace(presets.preset("tiny"), T=T, model_dtype=dtype)
     wanted = attention.ATTENTION["flash"].score_share(cfg.model) * T * T
     for blocks in flash.block_sizes(T, dtype):
-        firsts = range(0, T, blocks.own)
-        with jax.disable_jit():
-            by_queries = sum(flash.over_keys(count, 0, first, None, blocks) for first in firsts)
-            by_keys = sum(flash.over_queries(count, 0, first, T, blocks, False) for first in firsts)
-        assert by_queries * blocks.own * blocks.walked == wanted
-        assert by_keys * blocks.own * blocks.walked == wanted
+        for n in blocks_computed(T, blocks, None, [T] * T):
+            assert n * blocks.own * blocks.walked == wanted
 
 
 def test_kernels_compute_the_products_that_the_plan_counts(interpreted, monkeypatch):
@@ -137,48 +145,34 @@ def test_kernels_compute_the_products_that_the_plan_counts(interpreted, monkeypa
 def test_documents_leave_out_blocks_that_none_sees():
     """Two documents of half a sequence: each costs what a sequence of its length costs."""
     T, blocks = 512, flash.Blocks(128, 32)
-    firsts = range(0, T, blocks.own)
     start = jnp.where(jnp.arange(T) < T // 2, 0, T // 2)
     ends = flash.last_queries(start[None], blocks.own)[0]
-    with jax.disable_jit():
-        half = sum(flash.over_keys(count, 0, first, None, blocks) for first in firsts[:2])
-        by_queries = sum(flash.over_keys(count, 0, first, start, blocks) for first in firsts)
-        by_keys = sum(
-            flash.over_queries(count, 0, first, end, blocks, True)
-            for first, end in zip(firsts, ends)
-        )
-    assert by_queries == by_keys == 2 * half
+    half, _ = blocks_computed(T // 2, blocks, None, [T] * T)
+    assert blocks_computed(T, blocks, start, ends) == (2 * half, 2 * half)
 
 
 def head_shapes():
     """(K, V, dtype) of every attention of the presets."""
     shapes = set()
-    for name in presets.PRESETS:
-        m = presets.preset(name).model
-        for rope in (m.rope_dim, m.rope_dim if m.moe_rope else 0):
+    for m in [presets.preset(name).model for name in presets.PRESETS]:
+        for rope in (m.rope_dim, m.rope_dim * m.moe_rope):
             shapes.add((m.key_dim + rope, m.key_dim, m.model_dtype))
     return sorted(shapes)
 
 
-def compiled_for(kind, K, V, dtype, T=1024, **options):
+def summed(q, k, v, start):
+    return flash.flash_attention(q, k, v, None, start).astype(jnp.float32).sum()
+
+
+def compiled_for(kind, K, V, dtype, **options):
     """The program of a GPU for the gradients, inside a shard_map as model.py has it."""
-    mesh = Mesh(np.array(gpus.devices(kind, 1, 1)), ("x",))
-    sharding = NamedSharding(mesh, P())
-
-    def array(dtype, *shape):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-    arrays = [*(array(dtype, 2, 3, T, n) for n in (K, K, V)), array(jnp.int32, 2, T)]
+    mesh, gradients = Mesh(np.array(gpus.devices(kind, 1, 1)), ("x",)), jax.grad(summed, (0, 1, 2))
+    place = dict(sharding=NamedSharding(mesh, P()))
+    arrays = [jax.ShapeDtypeStruct((2, 3, 1024, n), dtype, **place) for n in (K, K, V)]
+    arrays.append(jax.ShapeDtypeStruct((2, 1024), jnp.int32, **place))
     whole = jax.shard_map(gradients, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     options |= dict(xla_backend_optimization_level=3)  # as programs run, which conftest.py changes
     return jax.jit(whole).lower(*arrays).compile(options).as_text()
-
-
-def gradients(*arrays):
-    def summed(q, k, v, start):
-        return flash.flash_attention(q, k, v, None, start).astype(jnp.float32).sum()
-
-    return jax.grad(summed, (0, 1, 2))(*arrays)
 
 
 @gpu_compiler
@@ -187,9 +181,7 @@ def gradients(*arrays):
     [*itertools.product(head_shapes(), ["A100", "H100"]), ((192, 128, "bfloat16"), "B200")],
 )
 def test_heads_of_all_presets_compile(shape, kind):
-    """Forward and backward, within the shared memory of these GPUs."""
-    program = compiled_for(kind, *shape)
-    assert program.count("xla.gpu.triton") == 3
+    assert compiled_for(kind, *shape).count("xla.gpu.triton") == 3
 
 
 @gpu_compiler

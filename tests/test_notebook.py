@@ -4,7 +4,6 @@ import ast
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import threading
 import time
 
 import pytest
-from conftest import ROOT, flags_of
+from conftest import ROOT, copy_repository
 from test_cluster import XLA_FLAGS
 
 import presets
@@ -25,8 +24,8 @@ pytest.importorskip("ipykernel", reason="bash setup_tpu.sh notebook")
 PATH = ROOT / "notebooks" / "train_on_a_free_accelerator.ipynb"
 STEPS = 40
 # few and small steps of deepseek-tiny
-FLAGS = dict(training_steps=STEPS, end_steps=STEPS, warmup_steps=4, save_steps=5, max_tokens=4)
-FLAGS |= dict(eval_every=10, eval_steps=1, model_dimension=32, blocks=2, T=32)
+FLAGS = f"""--training_steps {STEPS} --end_steps {STEPS} --warmup_steps 4 --save_steps 5 --max_tokens 4
+--eval_every 10 --eval_steps 1 --model_dimension 32 --blocks 2 --T 32""".split()
 
 
 def notebook():
@@ -39,7 +38,6 @@ def test_outputs_are_stripped():
 
 
 def test_what_fits_is_there():
-    """The devices and presets that the notebook's table names."""
     (cell,) = [cell for cell in notebook().cells if cell.source.startswith("def ask")]
     fits = ast.literal_eval(re.search(r"FITS = (\{.*?\})", cell.source, re.DOTALL)[1])
     assert all(chips.chip_of(kind) for kind in fits.keys() - {"cpu"})
@@ -55,39 +53,31 @@ def session(origin, storage, machine, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", XLA_FLAGS)
     book = notebook()
     tags = [cell.metadata.get("tags", []) for cell in book.cells]
-    given = dict(REPOSITORY=f"file://{origin}", STORAGE=str(storage), SECONDS=1)
-    given["FLAGS"] = flags_of(**FLAGS)
+    given = dict(REPOSITORY=f"file://{origin}", STORAGE=str(storage), SECONDS=1, FLAGS=FLAGS)
     lines = "\n".join(f"{name} = {value!r}" for name, value in given.items())
     book.cells.insert(tags.index(["parameters"]) + 1, nbformat.v4.new_code_cell(lines))
     path = {"metadata": {"path": str(machine)}}
     return nbclient.NotebookClient(book, timeout=300, kernel_name="python3", resources=path)
 
 
-def whole_checkpoints(run):
-    """Their steps."""
-    return [int(path.name) for path in run.glob("checkpoints/*") if path.name.isdigit()]
-
-
 def lose(client, run):
     """Kill the notebook's kernel and all that it started, once the run has a checkpoint."""
-    while not whole_checkpoints(run):
+    while not any(path.name.isdigit() for path in run.glob("checkpoints/*")):
         time.sleep(0.1)
     os.killpg(client.km.provisioner.pid, signal.SIGKILL)
 
 
 def test_a_lost_session_resumes_in_the_next(tmp_path, monkeypatch):
     origin, storage = tmp_path / "origin", tmp_path / "drive"
-    left_out = (".*", "runs", "shards", "cache", "wandb", "__pycache__", "tests", "docs")
-    shutil.copytree(ROOT, origin, ignore=shutil.ignore_patterns(*left_out))
-    as_someone = ("-c", "user.name=x", "-c", "user.email=x")
-    for words in (("init", "-q"), ("add", "."), (*as_someone, "commit", "-qm", "all")):
-        subprocess.run(["git", *words], cwd=origin, check=True)
+    copy_repository(origin, "docs")
+    commands = "git init -q && git add . && git -c user.name=x -c user.email=x commit -qm all"
+    subprocess.run(commands, shell=True, cwd=origin, check=True)
     run = storage / "deepseek-tiny"
     first = session(origin, storage, tmp_path / "first", monkeypatch)
     threading.Thread(target=lose, args=(first, run), daemon=True).start()
     with pytest.raises(nbclient.exceptions.DeadKernelError):
         first.execute()
-    assert 0 < max(whole_checkpoints(run)) < STEPS
+    assert not (run / f"checkpoints/{STEPS}").exists()
     lock = json.loads((run / "lock").read_text())
     (run / "lock").write_text(json.dumps(lock | dict(host="elsewhere", machine="x", boot="x")))
 

@@ -8,7 +8,7 @@ from unittest import mock
 
 import jax
 import pytest
-from conftest import ARCHITECTURES, flags_of, refusal, small_config
+from conftest import ARCHITECTURES, ROOT, flags_of, given, refusal, small_config
 
 import model
 import presets
@@ -17,32 +17,34 @@ from planning import costs, gpus, hlo, machines, plan
 from runtime import platforms
 from training import command_line, settings
 
-tpu_compiler = pytest.mark.skipif(
-    not importlib.util.find_spec("libtpu"), reason='pip install "jax[tpu]"'
-)
+no_tpu_compiler = not importlib.util.find_spec("libtpu")
+tpu_compiler = pytest.mark.skipif(no_tpu_compiler, reason='pip install "jax[tpu]"')
 gpu_compiler = pytest.mark.skipif(not gpus.has_compiler(), reason="pyproject.toml's plan-gpu")
-SHORT = dict(blocks=2, layers_per_block=1, optimizer="adamw")
+SHORT = given("--blocks 2 --layers_per_block 1 --optimizer adamw")
 GPT2 = ARCHITECTURES["gpt2"] | SHORT
 QWEN3 = ARCHITECTURES["qwen3"] | SHORT
-ACCUMULATED = dict(accumulation_steps=2, train_batch_size=16)
-MEGATRON = dict(sequence_parallel="megatron", fsdp="none")
+DEEPSEEK = ARCHITECTURES["deepseek"] | given("--capacity_factor 1.5 --blocks 2")
+ACCUMULATED = given("--accumulation_steps 2 --train_batch_size 16 --blocks 4 --fsdp full")
+MEGATRON = given("--sequence_parallel megatron --fsdp none --remat dots")
+MUON = given("--fsdp full --layers_per_block 2 --n_shared 0 --optimizer muon")
+BUCKETS = given("--q_latent_dim 0 --experts buckets --fsdp none --remat experts")
 # (mesh, flags of conftest's small model)
 CONFIGURATIONS = [
-    ((8, 1, 1), dict(SHORT, fsdp="full", layers_per_block=2, n_shared=0, optimizer="muon")),
-    ((1, 2, 4), dict(SHORT, **ACCUMULATED, fsdp="full", remat="none", blocks=4)),
-    ((2, 1, 4), dict(SHORT, q_latent_dim=0, experts="buckets", fsdp="none", remat="experts")),
-    ((2, 2, 2), dict(ARCHITECTURES["deepseek"], capacity_factor=1.5, blocks=2)),
-    ((2, 1, 4), dict(SHORT, **MEGATRON, remat="dots")),
-    ((2, 2, 2), dict(GPT2, **MEGATRON, remat="dots")),
-    ((1, 2, 4), dict(QWEN3, **MEGATRON, remat="dots")),
+    ((8, 1, 1), SHORT | MUON),
+    ((1, 2, 4), SHORT | ACCUMULATED | given("--remat none")),
+    ((2, 1, 4), SHORT | BUCKETS),
+    ((2, 2, 2), DEEPSEEK),
+    ((2, 1, 4), SHORT | MEGATRON),
+    ((2, 2, 2), GPT2 | MEGATRON),
+    ((1, 2, 4), QWEN3 | MEGATRON),
 ]
 assert {"deepseek", "gpt2", "qwen3"} == ARCHITECTURES.keys(), "a new one belongs above and below"
-OF_TPUS = dict(T=512, model_dimension=256, model_dtype="bfloat16")
+OF_TPUS = given("--T 512 --model_dimension 256 --model_dtype bfloat16")
 # one sequence a microbatch, grouped keys
-GROUPED = dict(ARCHITECTURES["qwen3"], head_dim=64, attention="auto", train_batch_size=4)
+GROUPED = given("--head_dim 64 --attention auto --train_batch_size 4")
 TPU_CONFIGURATIONS = [
-    ("v4:2x2x2", (2, 2, 2), dict(OF_TPUS, optimizer="adamw", layers_per_block=1)),
-    ("v5e:2x4", (4, 1, 2), dict(OF_TPUS, **GROUPED)),
+    ("v4:2x2x2", (2, 2, 2), OF_TPUS | given("--optimizer adamw --layers_per_block 1")),
+    ("v5e:2x4", (4, 1, 2), OF_TPUS | ARCHITECTURES["qwen3"] | GROUPED),
 ]
 
 
@@ -75,9 +77,6 @@ def test_logits_are_in_memory_beside_the_embedding():
     e = costs.Estimate(cfg, machines.parse_machine("v4:1x1x1"))
     logits, embedding = 8 * cfg.model.T * 2**16, 2**16 * cfg.model.model_dimension
     assert e.workspace >= 4 * e.fit["logit_copies"] * logits + e.bytes * embedding
-
-
-# --- Against the TPU compiler -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -113,18 +112,14 @@ def test_formulas_agree_with_the_tpu_compiler(
         theirs = sum(row["bytes"] for row in a["collectives"] if row["kind"] == kind)
         assert ours == pytest.approx(theirs, rel=0.1)
     assert a["memory"]["total"] == pytest.approx(compiled.arguments + compiled.temporaries)
-    assert a["seconds"]["matrix products"] > 0 and a["seconds"]["memory"] > 0
+    assert min(a["seconds"]["matrix products"], a["seconds"]["memory"]) > 0
     assert 0 < a["overlapped"]["step"] <= a["seconds"]["step"]
     may_overflow = cfg.model.n_experts and not cfg.model.capacity_factor
     in_rounds = may_overflow and cfg.model.experts != "tiles"
     assert (a["overlapped"]["further round"] > 0) == bool(in_rounds)
 
 
-# --- Reading programs ---------------------------------------------------------------------------------------------
-
 MESH = dict(dp=2, pp=3, tp=4)
-
-
 GROUPS = {  # of devices, as compilers write them: their axes, and how many are in one
     "replica_groups={{0,1,2,3},{4,5,6,7}}": ("tp", 4),
     "replica_groups=[12,2]<=[2,12]T(1,0)": ("dp", 2),
@@ -155,71 +150,29 @@ PRODUCTS = [
 ]
 
 
-@pytest.mark.parametrize("out, operands, rest, multiplications", PRODUCTS)
-def test_operations_of_a_product(out, operands, rest, multiplications):
-    kind = "convolution" if "window" in rest else "dot"
-    inputs = [hlo.Op("x", operand, "parameter", "") for operand in operands.split()]
-    found = hlo.matmul_flops(hlo.Op("c", out, kind, f"%a, %b), {rest}", inputs))
-    assert found == 2 * multiplications
+def test_operations_of_a_product():
+    for out, operands, rest, multiplications in PRODUCTS:
+        kind = "convolution" if "window" in rest else "dot"
+        inputs = [hlo.Op("x", operand, "parameter", "") for operand in operands.split()]
+        found = hlo.matmul_flops(hlo.Op("c", out, kind, f"%a, %b), {rest}", inputs))
+        assert found == 2 * multiplications
+
+
+FUSION = """%{0} (p: f32[4]) -> f32[8] {{
+  %p = f32[4] parameter(0)
+  ROOT %g = f32[8] all-gather(%p), replica_groups={{{{0,1}}}}, frontend_attributes={{chain_id="{1}"}}
+}}
+"""
 
 
 def test_a_collective_beside_several_fusions_counts_once():
-    gather = "all-gather(%p), replica_groups={{0,1}}, dimensions={0}"
-    text, calls = "HloModule step\n", []
-    for name, chain in dict(first=0, second=0, other=1).items():
-        text += f"%{name} (p: f32[4]) -> f32[8] {{\n  %p = f32[4] parameter(0)\n"
-        text += f'  ROOT %g = f32[8] {gather}, frontend_attributes={{chain_id="{chain}"}}\n}}\n'
-        calls.append(f"  %{name}_call = f32[8] fusion(%x), kind=kCustom, calls=%{name}")
+    chains = dict(first=0, second=0, other=1)
+    text = "HloModule step\n" + "".join(FUSION.format(*item) for item in chains.items())
     text += "ENTRY %main (x: f32[4]) -> f32[8] {\n  %x = f32[4] parameter(0)\n"
-    found = timeline("\n".join([text, *calls, "}"]), 0).collectives
+    for name in chains:
+        text += f"  %{name}_call = f32[8] fusion(%x), kind=kCustom, calls=%{name}\n"
+    found = timeline(text + "}\n", 0).collectives
     assert found == {(("dp",), "all-gather"): [2 * 32 / 2, 2, 0]}
-
-
-GPU_PROGRAM = """HloModule step, is_scheduled=true
-
-%slice (p: f32[10,4], i: s32[]) -> f32[4] {
-  %p = f32[10,4] parameter(0)
-  %i = s32[] parameter(1)
-  %view = f32[40] bitcast(%p)
-  %s = f32[4] dynamic-slice(%view, %i), dynamic_slice_sizes={4}
-  ROOT %n = f32[4] negate(%s)
-}
-
-%replace (p: f32[10,4], u: f32[1,4], i: s32[]) -> f32[10,4] {
-  %p = f32[10,4] parameter(0)
-  %u = f32[1,4] parameter(1)
-  %i = s32[] parameter(2)
-  ROOT %r = f32[10,4] dynamic-update-slice(%p, %u, %i, %i)
-}
-
-%body (p: (s32[], f32[4])) -> (s32[], f32[4]) {
-  %p = (s32[], f32[4]) parameter(0)
-  %x = f32[4] get-tuple-element(%p), index=1
-  %start = (f32[4], f32[4]) collective-permute-start(%x), source_target_pairs={{0,1},{1,0}}
-  %d = f32[4,4] dot(%x, %x), lhs_contracting_dims={}, rhs_contracting_dims={}
-  %done = f32[4] collective-permute-done(%start)
-  ROOT %t = (s32[], f32[4]) tuple(%x, %done)
-}
-
-%condition (p: (s32[], f32[4])) -> pred[] {
-  %p = (s32[], f32[4]) parameter(0)
-  %n = s32[] constant(5)
-  ROOT %less = pred[] compare(%p, %n), direction=LT
-}
-
-ENTRY %main (x: f32[10,4], u: f32[1,4], i: s32[]) -> f32[10,4] {
-  %x = f32[10,4] parameter(0)
-  %u = f32[1,4] parameter(1)
-  %i = s32[] parameter(2)
-  %sync = (f32[1,4], f32[2,4]) all-gather-start(%u), replica_groups={{0,1}}, backend_config={"is_sync":true}
-  %sync_done = f32[2,4] all-gather-done(%sync)
-  %begun = (f32[1,4], f32[2,4]) all-gather-start(%u), replica_groups={{0,1}}
-  %a = f32[4] fusion(%x, %i), kind=kLoop, calls=%slice
-  %begun_done = f32[2,4] all-gather-done(%begun)
-  %w = (s32[], f32[4]) while(%a), condition=%condition, body=%body
-  ROOT %b = f32[10,4] fusion(%x, %u, %i), kind=kLoop, calls=%replace
-}
-"""
 
 
 def timeline(text, seconds):
@@ -236,7 +189,9 @@ def timeline(text, seconds):
 
 
 def test_computation_hides_what_travels_meanwhile():
-    short, long = timeline(GPU_PROGRAM, 10), timeline(GPU_PROGRAM, 100)
+    """As a compiler for GPUs writes it."""
+    text = (ROOT / "tests/program.hlo").read_text()
+    short, long = timeline(text, 10), timeline(text, 100)
     gathered, permuted = (("dp",), "all-gather"), (("dp",), "collective-permute")
     assert short.flops == 5 * 2 * 16
     assert short.collectives == {gathered: [32, 2, 2 * 10], permuted: [5 * 16, 5, 5 * 10]}
@@ -260,9 +215,6 @@ def test_a_second_of_computation_hides_one_transfer():
     # 8 seconds hide the first, which began first; the second has the other 2 of these
     exposed = timeline(text, 6).exposed
     assert exposed == {(("dp",), "all-gather"): 4, (("dp",), "collective-permute"): 0}
-
-
-# --- The answer ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -298,8 +250,8 @@ def test_a_plan_by_formulas(planned, capsys):
 def test_search_keeps_the_global_batch_and_ranks(planned, capsys):
     a = planned("--search", "--by_formulas", plan="gpu:4xA100", train_batch_size=16)
     said = capsys.readouterr().out
-    meshes = [tuple(row["mesh"].values()) for row in a["search"]]
-    assert set(meshes) == {(4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4)}
+    meshes = {tuple(row["mesh"].values()) for row in a["search"]}
+    assert meshes == {(4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4)}
     assert all(row["tokens"] == 64 * 128 for row in a["search"])
     steps = [row["seconds"]["step"] for row in a["search"]]
     assert steps == sorted(steps) and a["seconds"]["step"] == steps[0]
@@ -335,21 +287,12 @@ def test_without_a_compiler_formulas_answer(planned, tmp_path, capsys, monkeypat
         assert not list(tmp_path.glob("*.hlo"))
 
 
-@pytest.mark.parametrize(
-    "name, n, groups, topology",
-    [
-        ("2*v5e:4x8", 64, 2, "v5e:4x8"),
-        ("gpu:2x8xA100-40GB", 16, 2, None),
-        ("v3:2x2", 8, 1, "v3:2x2"),  # of a v3-8: two devices a chip
-        ("v7x:2x2x1", 8, 1, "tpu7x:2x2x1"),
-    ],
-)
-def test_machines(name, n, groups, topology):
-    machine = machines.parse_machine(name)
-    assert (machine.n, machine.groups) == (n, groups) and machine.chip.peak
-    assert topology in (None, machine.topology)
-
-
+MACHINES = {  # (devices, slices or hosts, the topology that the compiler is asked for)
+    "2*v5e:4x8": (64, 2, "v5e:4x8"),
+    "gpu:2x8xA100-40GB": (16, 2, None),
+    "v3:2x2": (8, 1, "v3:2x2"),  # of a v3-8: two devices a chip
+    "v7x:2x2x1": (8, 1, "tpu7x:2x2x1"),
+}
 NO_MACHINES = """v4 v9:2x2 v4:2x2 v5e:2x2x2 v4:2x0x2 0*v4:2x2x1 gpu:8xK80 gpu:0xH100 gpu:0x8xH100 gpu:2x2x8xH100
 v4:2x2x2x2 v4:ax2x2 gpu:8xv4 v9-8 8xK80 v5-8 8xv4 H100x8""".split()
 # Google's tables, and how others write GPUs
@@ -360,32 +303,32 @@ T4=gpu:1xT4 8xA100-80GB=gpu:8xA100 gpu:8xH200=gpu:8xH200""".split()
 
 
 def test_a_machine_is_called_as_a_grant_or_a_cloud_calls_it():
+    for name, (n, groups, topology) in MACHINES.items():
+        machine = machines.parse_machine(name)
+        assert (machine.n, machine.groups) == (n, groups) and machine.chip.peak
+        assert topology in (None, machine.topology)
     for names in NAMES:
         name, ours = names.split("=")
         assert machines.parse_machine(name) == machines.parse_machine(ours)
         assert machines.parse_machine(name).name == ours
     for name in ("v4-12", "v5e-2"):
         refusal(lambda: machines.parse_machine(name), f"--plan {name}: there is no such slice")
-
-
-def test_a_machine_that_is_none():
     for name in NO_MACHINES:
         refusal(lambda: machines.parse_machine(name), "such as")
 
 
-@pytest.mark.parametrize(
-    "words, said",
-    [
-        ("--plan gpu:8xH200 --n_device_axis 3 1 1", "--n_device_axis 3 1 1"),
-        ("--plan gpu:8xH200 --n_devices 4", "--n_devices 4"),
-        ("--search", "--search: needs --plan"),
-        ("--plan v7:2x2", "--plan v7:2x2: must be"),
-    ],
-)
-def test_mistakes_get_one_sentence(words, said):
-    flags = ["--preset", "tiny", *words.split()]
-    found = refusal(lambda: plan.main(command_line.parse(flags)))
-    assert found.startswith(said) and "simulates" not in found
+MISTAKES = {
+    "--plan gpu:8xH200 --n_device_axis 3 1 1": "--n_device_axis 3 1 1",
+    "--plan gpu:8xH200 --n_devices 4": "--n_devices 4",
+    "--search": "--search: needs --plan",
+    "--plan v7:2x2": "--plan v7:2x2: must be",
+}
+
+
+def test_mistakes_get_one_sentence():
+    for words, said in MISTAKES.items():
+        found = refusal(lambda: plan.main(command_line.parse(["--preset", "tiny", *words.split()])))
+        assert found.startswith(said) and "simulates" not in found
 
 
 def test_a_plan_is_no_part_of_a_run():
@@ -396,32 +339,29 @@ def test_a_plan_is_no_part_of_a_run():
 
 
 @tpu_compiler
-def test_the_tpu_compiler_refuses_what_does_not_fit(no_device, capsys):
+def test_the_tpu_compiler_refuses_what_does_not_fit(no_device, planned, capsys):
     flags = dict(train_batch_size=2**15, microbatches=1, remat="none", preset="gpt2-tiny")
-    plan.main(command_line.parse(flags_of(plan="v5e:2x2", n_device_axis=(4, 1, 1), **flags)))
+    planned(plan="v5e:2x2", n_device_axis=(4, 1, 1), **flags)
     said = capsys.readouterr().out
     assert "compiling" in said and "does not fit: it needs" in said
 
 
 def abort(cfg, machine):
-    """What some programs make of the TPU compiler."""
     os.abort()
 
 
 def fail(cfg, machine):
-    """And of that for GPUs."""
     raise jax.errors.JaxRuntimeError("INTERNAL: Mosaic failed to compile")
 
 
 @tpu_compiler
-@pytest.mark.parametrize("what, said", [(abort, "A process in the"), (fail, "INTERNAL: Mosaic")])
-def test_formulas_answer_where_a_compiler_crashes(
-    no_device, planned, monkeypatch, capsys, what, said
-):
-    monkeypatch.setattr(machines, "compile_for", what)
-    a = planned(plan="v4:2x2x1", train_batch_size=16)
-    assert f"an error of its own ({said}" in capsys.readouterr().out
-    assert a["fits"] and not a["compiled"]
+def test_formulas_answer_where_a_compiler_crashes(no_device, planned, monkeypatch, capsys):
+    """As some programs make that of TPUs do, and that for GPUs."""
+    for said, crash in {"A process in the": abort, "INTERNAL: Mosaic": fail}.items():
+        monkeypatch.setattr(machines, "compile_for", crash)
+        a = planned(plan="v4:2x2x1", train_batch_size=16)
+        assert f"an error of its own ({said}" in capsys.readouterr().out
+        assert a["fits"] and not a["compiled"]
 
 
 @tpu_compiler
@@ -430,17 +370,12 @@ def test_a_slice_that_no_one_sells(no_device):
     refusal(lambda: machines.devices_of(machine), "knows no such slice")
 
 
-# --- GPUs, whose compiler needs none ------------------------------------------------------------------------------
-
-
 @gpu_compiler
 @pytest.mark.parametrize("kind", ["T4", "B200"])
 def test_devices_that_exist_for_the_compiler_alone(kind):
     machine = machines.parse_machine(f"gpu:2x4x{kind}")
     devices = machines.devices_of(machine)
-    assert len(devices) == machine.n == 8
-    assert {d.process_index for d in devices[:4]} == {0}
-    assert {d.process_index for d in devices[4:]} == {1}
+    assert [d.process_index for d in devices] == [0] * 4 + [1] * 4
     assert {(d.platform, d.device_kind) for d in devices} == {("gpu", machine.chip.kind)}
 
 

@@ -4,7 +4,9 @@ import json
 import math
 import os
 import re
+import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -36,12 +38,11 @@ def scalars(accumulator):
 
 def logged(run):
     """The same of metrics.jsonl; TensorBoard keeps numbers in float32."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    numbers = []
-    for row in rows:
+    found = []
+    for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
         step = row.pop("step")
-        numbers += [(step, key, float(np.float32(value))) for key, value in row.items()]
-    return sorted(numbers)
+        found += [(step, key, float(np.float32(value))) for key, value in row.items()]
+    return sorted(found)
 
 
 def test_tensorboard_finds_what_metrics_jsonl_holds_and_no_step_twice(train, tmp_path, accumulator):
@@ -54,7 +55,6 @@ def test_tensorboard_finds_what_metrics_jsonl_holds_and_no_step_twice(train, tmp
     seen = scalars(watching)
     assert seen == logged(run) and max(seen)[0] == 6
     assert {key for _, key, _ in seen} > {"loss/train_loss", "loss/val_loss", "lr", "grad_norm"}
-
     # a run that was killed resumes from an earlier checkpoint, and the last event is torn
     (run / "checkpoints" / "6").rename(tmp_path / "6")
     (file,) = run.glob("events.out.tfevents.*")
@@ -107,8 +107,8 @@ def test_a_line_says_whether_a_run_is_well(capsys, monkeypatch):
     progress = runlog.Progress(cfg, plan=main.plan_of(cfg))
     progress.print(row(5.5), pace_of(planned.tokens_per_second / 4), None)
     line = capsys.readouterr().out
-    share = int(re.search(r" tokens/s \((\d+)% of the plan\)", line)[1])
-    assert abs(share - 25) < 3, "how the chips are wired is not known"
+    # how the chips are wired is not known
+    assert re.search(r" tokens/s \(2[3-7]% of the plan\)", line)
     assert f"MFU {planned.mfu / 4:.1%}" in line
 
 
@@ -173,12 +173,8 @@ def log_in(folder, step=0, **flags):
 
 
 def steps_in(log):
-    rows = [json.loads(line, parse_constant=pytest.fail) for line in read(log).splitlines()]
-    return [row["step"] for row in rows]
-
-
-def read(log):
-    return files.read_file(log.path("metrics.jsonl")).decode()
+    lines = files.read_file(log.path("metrics.jsonl")).splitlines()
+    return [json.loads(line, parse_constant=pytest.fail)["step"] for line in lines]
 
 
 @pytest.mark.parametrize("place", ["{}", "memory://{}"])
@@ -189,7 +185,8 @@ def test_flushed_rows_are_written(tmp_path, place):
     log.text(2, ["a", "b"])
     log.metrics({"step": 3, "loss/train_loss": math.nan})
     log.flush()
-    assert steps_in(log) == [1, 2, 3] and '"loss/train_loss": null' in read(log)
+    assert steps_in(log) == [1, 2, 3]
+    assert b'"loss/train_loss": null' in files.read_file(log.path("metrics.jsonl"))
     log.rewind(1)
     assert steps_in(log) == [1]
     log.close()
@@ -217,21 +214,17 @@ def test_a_row_that_a_full_disk_tore_is_written_once_there_is_room(tmp_path, mon
 def test_without_a_login_or_a_network_wandb_logs_offline(tmp_path, monkeypatch, capsys):
     import wandb
 
-    def init(**settings):
-        begun.append(settings)
-        if settings.get("mode") != "offline":
-            raise wandb.errors.UsageError("no key\nat all")
-
-    begun = []
-    monkeypatch.setattr(wandb, "init", init)
-    monkeypatch.setattr(wandb, "teardown", lambda: None)
-    monkeypatch.setattr(wandb, "log", lambda row, step: begun.append(step))
-    monkeypatch.setattr(wandb, "finish", lambda: begun.append("finished"))
+    fake = mock.Mock(errors=wandb.errors)
+    fake.init.side_effect = [wandb.errors.UsageError("no key\nat all"), None]
+    monkeypatch.setitem(sys.modules, "wandb", fake)
     log = log_in(tmp_path, wandb=True)
     for step in (1, 2):
         log.metrics({"step": step, "loss/train_loss": 1.0})
     log.close()
-    assert begun[1]["id"] == begun[0]["id"] and begun[2:] == [1, 2, "finished"]
+    asked, again = (call.kwargs for call in fake.init.call_args_list)
+    assert again["id"] == asked["id"] and again["mode"] == "offline"
+    assert [call.kwargs["step"] for call in fake.log.call_args_list] == [1, 2]
+    fake.finish.assert_called_once_with()
     said = capsys.readouterr().out
     assert "warning: --wandb: no key; the run is logged offline, and wandb sync" in said
 
@@ -285,10 +278,10 @@ def opened(tmp_path, step=STEP, **flags):
 def test_of_damaged_metrics_the_rest_stays_and_all_is_kept_beside_it(
     content, left, tmp_path, capsys
 ):
-    (tmp_path / "run").mkdir()
-    metrics, aside = tmp_path / "run/metrics.jsonl", tmp_path / "run/metrics.jsonl.damaged-2"
-    metrics.with_name("metrics.jsonl.damaged-1").write_text("of another day")
-    metrics.write_bytes(content)
+    metrics = tmp_path / "run/metrics.jsonl"
+    kept, aside = (metrics.with_name(f"metrics.jsonl.damaged-{n}") for n in (1, 2))
+    files.write_file(str(metrics), content)
+    kept.write_text("of another day")
     assert opened(tmp_path) == (left or without())
     said = capsys.readouterr().out
     assert said.count("\n") == aside.exists() == (left is not None)
@@ -298,8 +291,8 @@ def test_of_damaged_metrics_the_rest_stays_and_all_is_kept_beside_it(
         assert said.endswith(f"saved in {aside}\n")
     assert opened(tmp_path) == (left or without())
     assert "is damaged" not in capsys.readouterr().out, "that is said once"
-    kept = (tmp_path / "run/metrics.jsonl.damaged-1").read_text()
-    assert kept == "of another day" and len(os.listdir(tmp_path / "run")) == 2 + bool(left)
+    assert kept.read_text() == "of another day"
+    assert len(os.listdir(tmp_path / "run")) == 2 + bool(left)
 
 
 def test_a_torn_last_row_is_no_damage(tmp_path, capsys):

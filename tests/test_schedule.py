@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import begin, random_batch, small_config
+from conftest import batch_of, begin, given, small_config
 from test_resume import TINY, assert_bitwise, checkpoint_of, metrics_of
 
 import model
@@ -17,7 +17,7 @@ from training import steps
 from training.optimizer import make_optimizer, make_schedule
 
 # flags of each schedule, with 4 steps of warm-up and the end at step 20
-PLAIN = dict(max_lr=1.0, end_lr=0.0, warmup_steps=4, end_steps=20)
+PLAIN = given("--max_lr 1 --end_lr 0 --warmup_steps 4 --end_steps 20")
 SCHEDULES = {
     "cosine": dict(PLAIN, schedule="cosine"),
     "linear": dict(PLAIN, schedule="linear"),
@@ -34,7 +34,6 @@ def rates(n, **flags):
 
 def test_rates_are_those_of_the_formulas():
     step = np.arange(20)
-    warmup = step / 4
     after = {
         "cosine": (1 + np.cos(np.pi * (step - 4) / 16)) / 2,
         "linear": 1 - (step - 4) / 16,
@@ -42,33 +41,31 @@ def test_rates_are_those_of_the_formulas():
         "trunk": np.ones(20),
     }
     for name, flags in SCHEDULES.items():
-        assert np.allclose(rates(20, **flags), np.where(step < 4, warmup, after[name])), name
+        assert np.allclose(rates(20, **flags), np.where(step < 4, step / 4, after[name])), name
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_no_rate_is_negative_and_a_decay_ends_at_end_lr_to_the_bit(name):
     """Rounding made -4e-10 of 0 at the end of a line; the flags are those of presets and odd ones."""
     odd = [(16e-3, 30, 400), (4e-3, 5000, 75000), (6e-4, 0, 7), (1e-9, 2, 3), (3.0, 1, 2**24 + 3)]
-    for max_lr, warmup_steps, end_steps in odd:
-        for end_lr in (0.0, 0.3 * max_lr):
-            rates_ = dict(max_lr=max_lr, end_lr=end_lr)
-            whole = dict(warmup_steps=warmup_steps, end_steps=end_steps, decay_steps=0)
-            if name == "wsd":
-                whole["decay_steps"] = (end_steps - warmup_steps) // 2 + 1
-            flags = {**SCHEDULES[name], **rates_, **whole}
-            schedule = make_schedule(small_config(**flags).optimizer)
-            near = np.arange(-40, 200) + end_steps
-            steps_ = np.concatenate([np.arange(450), near[near > 0], [2**31 - 1]])
-            found = jax.jit(jax.vmap(schedule))(jnp.asarray(steps_, jnp.int32))
-            assert (found >= 0).all() and jnp.isfinite(found).all(), flags
-            if name != "trunk":
-                assert (found[steps_ >= end_steps] == np.float32(end_lr)).all(), flags
-            assert all(schedule(jnp.int32(step)) >= 0 for step in (0, end_steps, end_steps + 60))
+    for (max_lr, warmup, end), share in itertools.product(odd, (0.0, 0.3)):
+        flags = SCHEDULES[name] | dict(max_lr=max_lr, end_lr=share * max_lr)
+        flags |= dict(warmup_steps=warmup, end_steps=end, decay_steps=0)
+        if name == "wsd":
+            flags["decay_steps"] = (end - warmup) // 2 + 1
+        schedule = make_schedule(small_config(**flags).optimizer)
+        near = np.arange(-40, 200) + end
+        steps_ = np.concatenate([np.arange(450), near[near > 0], [2**31 - 1]])
+        found = jax.jit(jax.vmap(schedule))(jnp.asarray(steps_, jnp.int32))
+        assert (found >= 0).all() and jnp.isfinite(found).all(), flags
+        if name != "trunk":
+            assert (found[steps_ >= end] == np.float32(share * max_lr)).all(), flags
+        assert all(schedule(jnp.int32(step)) >= 0 for step in (0, end, end + 60))
 
 
 def test_a_trunk_is_every_run_that_decays_later_to_the_bit():
     """Its rate depends on neither the end nor its flags, also where max_lr is not end_lr + (max_lr - end_lr)."""
-    flags = dict(max_lr=6e-4, end_lr=6e-5, warmup_steps=4, schedule="wsd")
+    flags = given("--max_lr 6e-4 --end_lr 6e-5 --warmup_steps 4 --schedule wsd")
     trunk = rates(40, **flags, end_steps=10)
     assert (trunk[4:] == np.float32(6e-4)).all()
     for end_steps in (12, 30):
@@ -97,20 +94,19 @@ def test_weight_decay_follows_the_schedule_and_at_rate_0_nothing_moves(optimizer
 
 
 def test_a_bad_step_counts_in_the_rate_applied_and_logged_and_changes_nothing_else(monkeypatch):
-    """Without a gradient a sound step takes rate x weight_decay of a matrix away."""
     flags = SCHEDULES["linear"] | dict(weight_decay=0.25, embedding_lr=1.0)
     cfg = small_config(**flags, blocks=1, layers_per_block=1)
     bad = jnp.array([2, 3, 4, 13])
 
     def no_gradient(gradient, state, tokens, targets):
         zero = jnp.where((state.step == bad).any(), jnp.nan, 0.0)
-        load = {"moe": jnp.arange(8.0)[None]}  # which a sound step balances
-        seen = model.Metrics(*jnp.ones(3), load=load, dropped=0.0)
+        load = jnp.arange(8.0)[None]  # which a sound step balances
+        seen = model.Metrics(*jnp.ones(2), load=load, dropped=0.0)
         return (1 + zero, seen), jax.tree.map(lambda x: zero + 0 * x, state.params)
 
     monkeypatch.setattr(steps, "accumulate_gradient", no_gradient)
     state, step = begin(cfg, steps.make_mesh(cfg))
-    batch, planned = random_batch(cfg, steps.make_mesh(cfg)), rates(22, **flags)
+    batch, planned = batch_of(cfg, steps.make_mesh(cfg)), rates(22, **flags)
     for i in range(22):
         before = jax.device_get(state)
         state, metrics = step(state, *batch)

@@ -2,12 +2,14 @@
 
 import functools
 import json
+import re
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 import tokenizers
-from conftest import ROOT, SMALL_GPT2, flags_of, random_transformer, refusal, small_config
+from conftest import ROOT, SMALL_GPT2, flags_of, given, random_transformer, refusal, small_config
 from safetensors.numpy import load_file
 from test_cluster import free_port, start_main
 from test_resume import assert_bitwise, checkpoint_of, metrics_of
@@ -23,7 +25,6 @@ from inference import tasks
 
 T = 48
 MODELS = {"gpt2": dict(SMALL_GPT2, blocks=2), "own": dict(blocks=2, head_dim=12)}
-
 CHOICE = "output_type: multiple_choice\ndoc_to_choice: choices\ndoc_to_target: gold\n"
 KINDS = {
     "choices": CHOICE + "target_delimiter: ''\nmetric_list: [{metric: acc}, {metric: acc_norm}]\n",
@@ -110,7 +111,6 @@ def asked(folder, tasks_folder, mesh=(1, 1, 1), **options):
 
 @pytest.fixture(scope="module")
 def scores_there(models, tasks_folder):
-    """The results of lm_eval's backend for Hugging Face models, with every answer."""
     pytest.importorskip("accelerate", reason="accelerate, which that backend needs, is missing")
     from lm_eval.models.huggingface import HFLM
 
@@ -120,12 +120,11 @@ def scores_there(models, tasks_folder):
     return lm_eval.simple_evaluate(lm, tasks=names, task_manager=manager, bootstrap_iters=0)
 
 
-def numbers_in(answers):
-    """All numbers in nested lists, and all texts."""
-    if isinstance(answers, list | tuple):
-        parts = [numbers_in(answer) for answer in answers]
-        return sum((p[0] for p in parts), []), sum((p[1] for p in parts), [])
-    return ([], [answers]) if isinstance(answers, str) else ([float(answers)], [])
+def answers(found, name):
+    """(numbers, texts) that a model answered to a task."""
+    leaves = jax.tree.leaves([row["resps"] for row in found["samples"][name]])
+    texts = [leaf for leaf in leaves if isinstance(leaf, str)]
+    return [float(leaf) for leaf in leaves if not isinstance(leaf, str)], texts
 
 
 def test_scores_are_those_of_the_backend_for_hugging_face_models(
@@ -141,26 +140,25 @@ def test_scores_are_those_of_the_backend_for_hugging_face_models(
         for key, value in metrics.items():
             if key.endswith(",none") and "stderr" not in key:
                 assert abs(found["results"][name][key] - value) <= 1e-4 * max(1, value), (name, key)
-        both = [[row["resps"] for row in rows["samples"][name]] for rows in (found, scores_there)]
-        ours, theirs = map(numbers_in, both)
-        assert ours[1] == theirs[1]
-        assert np.allclose(ours[0], theirs[0], rtol=1e-5, atol=1e-4)
+        (ours, our_texts), (theirs, texts) = answers(found, name), answers(scores_there, name)
+        assert our_texts == texts
+        assert np.allclose(ours, theirs, rtol=1e-5, atol=1e-4)
 
 
 def test_a_task_draws_with_the_defaults_of_transformers(named_tokenizers):
-    for given, temperature, top_k in [
+    for wanted, temperature, top_k in [
         (dict(), 0.0, 50),
         (dict(do_sample=False, temperature=0.7), 0.0, 50),
         (dict(do_sample=True, temperature=None, top_k=None, top_p=1.0), 1.0, 50),
         (dict(temperature=0.3, top_k=5), 0.3, 5),
     ]:
-        options, _ = tasks.draws(given, tokenization.load_tokenizer("gpt2"))
+        options, _ = tasks.draws(wanted, tokenization.load_tokenizer("gpt2"))
         assert (options.temperature, options.top_k) == (temperature, top_k)
 
 
 def flags_of_run(tasks_folder, shards, **flags):
-    own = dict(eval_tasks=f"local_choices,{tasks_folder},local_written", eval_tasks_limit=3)
-    own |= dict(vocab_size=512, T=32, eval_every=1, save_steps=2, data=shards)
+    own = given("--vocab_size 512 --T 32 --eval_every 1 --save_steps 2 --eval_tasks_limit 3")
+    own |= dict(eval_tasks=f"local_choices,{tasks_folder},local_written", data=shards)
     return SMALL_GPT2 | own | flags  # which compiles in a third of the time
 
 
@@ -171,15 +169,15 @@ def test_a_run_that_asks_is_the_same_run(train, tmp_path, tasks_folder, text_sha
     assert train(**{n: v for n, v in flags.items() if "tasks" not in n}, name="other") == 0
     runs = tmp_path / "runs"
     assert_bitwise(checkpoint_of(runs / "other", 3), checkpoint_of(runs / "asking", 3))
-    with_tasks, other = metrics_of(runs / "asking"), metrics_of(runs / "other")
-    own = [{k: v for k, v in row.items() if k.startswith("tasks/")} for row in with_tasks]
-    assert [row["step"] for row, found in zip(with_tasks, own) if found] == [2, 3]
     names = {"local_choices/acc", "local_choices/acc_norm", "local_written/exact_match"}
-    assert own[-1].keys() == {f"tasks/{name}" for name in names}
-    rest = [{k: v for k, v in row.items() if not k.startswith("tasks/")} for row in with_tasks]
-    assert rest == other
+    names = {f"tasks/{name}" for name in names}
+    found = {}
+    for row, other in zip(metrics_of(runs / "asking"), metrics_of(runs / "other"), strict=True):
+        assert row | other == row and row.keys() - other.keys() in (set(), names)
+        found[row["step"]] = {name: row[name] for name in names & row.keys()}
+    assert [step for step, scores in found.items() if scores] == [2, 3]
     same = dict(tasks=("local_choices,local_written",), limit=flags["eval_tasks_limit"])
-    assert own[-1] == tasks.numbers(asked(runs / "asking", tasks_folder, **same)["tasks"])
+    assert found[3] == tasks.numbers(asked(runs / "asking", tasks_folder, **same)["tasks"])
 
 
 def test_two_processes_are_asked_together(tasks_folder, text_shards, run_flags, tmp_path):
@@ -190,8 +188,8 @@ def test_two_processes_are_asked_together(tasks_folder, text_shards, run_flags, 
     started = [start_main([*words, f"--process_id={i}"]) for i in range(2)]
     said = [process.communicate(timeout=600)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0], said
-    lines = [[line[9:] for line in text.splitlines() if "tasks at step 1" in line] for text in said]
-    assert lines[0] == lines[1] and "local_choices/acc" in lines[0][0], said
+    ours, theirs = (re.search(r"tasks at step 1\b.*", text)[0] for text in said)
+    assert ours == theirs and "local_choices/acc" in ours, said
     assert "tasks/local_choices/acc" in metrics_of(tmp_path / "runs/run")[-1]
 
 

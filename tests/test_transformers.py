@@ -7,19 +7,8 @@ import math
 import jax
 import numpy as np
 import pytest
-from conftest import (
-    SMALL,
-    SMALL_DEEPSEEK,
-    SMALL_GPT2,
-    SMALL_QWEN3,
-    random_transformer,
-    settled,
-    small_config,
-)
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from conftest import ARCHITECTURES, ROOT, batch_of, given, random_transformer, settled, small_config
 
-import collectives
 import model
 import presets
 import utils
@@ -31,29 +20,34 @@ from training import steps
 
 torch = pytest.importorskip("torch", reason="pip install torch transformers")
 transformers = pytest.importorskip("transformers", reason="pip install torch transformers")
-
 # All sizes odd
-DEEPSEEK = SMALL_DEEPSEEK | dict(n_groups=1, k_groups=1, experts_per_token=2, balance_weight=0.0)
-DEEPSEEK |= dict(blocks=2, rope_dim=6, latent_dim=20, q_latent_dim=18)
-GROUPS = dict(n_experts=8, n_groups=4, k_groups=2, experts_per_token=3, n_shared=2)
-NO_LATENT = dict(q_latent_dim=0, first_layers=2, rope_base=5e4, n_shared=0)
-SPARSE = {**NO_LATENT, "first_layers": 0, "n_shared": 1, "n_experts": 16, "experts_per_token": 4}
-SPARSE |= dict(tied=True, expert_dim=8)
-DENSE = dict(n_kv_head=2, blocks=2, n_experts=0, experts_per_token=0, tied=False)
+DEEPSEEK = ARCHITECTURES["deepseek"] | given("""
+    --n_groups 1 --k_groups 1 --experts_per_token 2 --blocks 2 --rope_dim 6 --latent_dim 20
+    --q_latent_dim 18 --balance_weight 0
+""")
+GPT2 = ARCHITECTURES["gpt2"] | given("--model_dimension 36 --T 24")
+WIDE = given("--model_dimension 28 --n_head 2 --blocks 2 --ffn_dim 0 --no_tied")
+QWEN3 = ARCHITECTURES["qwen3"] | given("--balance_weight 0")
+GROUPS = given("--n_experts 8 --n_groups 4 --k_groups 2 --experts_per_token 3 --n_shared 2")
+NO_LATENT = given("--q_latent_dim 0 --first_layers 2 --rope_base 5e4 --n_shared 0")
+SPARSE = NO_LATENT | given("--first_layers 0 --n_shared 1 --n_experts 16 --experts_per_token 4")
+SPARSE |= given("--tied --expert_dim 8")
+DENSE = given("--n_kv_head 2 --blocks 2 --n_experts 0 --experts_per_token 0 --no_tied")
 # Models that transformers does not know, by the code that an export writes beside the weights
-OWN = SMALL | dict(balance_weight=0.0, n_head=2, blocks=2, head_dim=9, first_layers=1, rope_dim=6)
-OWN_GELU = OWN | GROUPS | dict(activation="gelu", layers_per_block=1, embedding_norm=False)
-OWN_GELU |= dict(q_latent_dim=0, tied=False, n_shared=0)
+OWN = given("--n_head 2 --blocks 2 --layers_per_block 3 --head_dim 9 --first_layers 1 --rope_dim 6")
+OWN |= given("--balance_weight 0")
+OWN_GELU = OWN | GROUPS | given("--activation gelu --layers_per_block 1 --no_embedding_norm")
+OWN_GELU |= given("--q_latent_dim 0 --no_tied --n_shared 0")
 SIZES = {
     "own": OWN,
     "own gelu": OWN_GELU,
     "groups": DEEPSEEK | GROUPS,
     "no query latent": DEEPSEEK | NO_LATENT | dict(sequence_parallel="megatron"),
     "moe-sparse": DEEPSEEK | SPARSE,
-    "gpt2": dict(SMALL_GPT2, model_dimension=36, T=24),
-    "gpt2 wide": dict(SMALL_GPT2, model_dimension=28, n_head=2, blocks=2, ffn_dim=0, tied=False),
-    "qwen3": dict(SMALL_QWEN3, balance_weight=0.0),
-    "qwen3 dense": SMALL_QWEN3 | DENSE,
+    "gpt2": GPT2,
+    "gpt2 wide": GPT2 | WIDE,
+    "qwen3": QWEN3,
+    "qwen3 dense": QWEN3 | DENSE,
 }
 for flags, exponent in zip(SIZES.values(), np.random.default_rng(0).uniform(-6, -3, len(SIZES))):
     flags["norm_eps"] = float(10**exponent)
@@ -67,9 +61,7 @@ def reference(cfg, folder):
         for name, p in [*theirs.named_parameters(), *theirs.named_buffers()]:
             if "norm" in name or ".ln_" in name:
                 p.uniform_(0.5, 1.5)
-            elif name.endswith("conv"):
-                p.uniform_(-0.2, 0.2)
-            elif "correction_bias" in name:
+            elif name.endswith("conv") or "correction_bias" in name:
                 p.uniform_(-0.2, 0.2)
             elif p.dim() > 1 and p.numel():
                 p.normal_(0, 0.5 if "gate.weight" in name else 1.5 * p.shape[-1] ** -0.5)
@@ -102,10 +94,11 @@ def gradients_of(theirs, m):
 def test_logits_and_gradients_are_those_of_transformers(size, tmp_path):
     cfg = small_config((2, 2, 2), sequences=8, **SIZES[size])
     m, mesh, theirs = cfg.model, steps.make_mesh(cfg), reference(cfg, tmp_path)
-    rows = np.random.default_rng(0).integers(0, m.vocab_size, (8, m.T + 1))
-    logits = theirs(torch.tensor(rows[:, :-1])).logits
-    wanted = torch.tensor(rows[:, 1:]).flatten()
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted)
+    batch = [part[0] for part in batch_of(cfg, mesh)]
+    ids, targets = (np.asarray(part).reshape(8, m.T) for part in batch)
+    logits = theirs(torch.tensor(ids)).logits
+    targets = torch.tensor(targets.flatten(), dtype=torch.long)
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets)
     loss.backward()
 
     theirs.save_pretrained(tmp_path)
@@ -114,14 +107,10 @@ def test_logits_and_gradients_are_those_of_transformers(size, tmp_path):
     params = load(steps.abstract_params(cfg, mesh))
     decode, cache = jax.jit(decoding.make_decode(cfg, mesh)), decoding.empty_cache(cfg, 8, m.T)
     at = [0, 1, m.T // 2, m.T - 1]
-    ids = rows[:, :-1].astype(np.int32)
     ours = [decode(params, ids, cache, np.zeros(8, int), np.full(8, i))[0] for i in at]
     ours = np.stack(ours, 1)[..., : m.vocab_size]
     assert np.abs(ours - logits[:, at].detach().numpy()).max() < 2e-4
 
-    batch = rows.astype(np.int32).reshape(cfg.data.microbatches, -1, m.T + 1)
-    sharding = NamedSharding(mesh, P(*collectives.BATCH_SPEC[1:]))
-    batch = [jax.device_put(b, sharding) for b in (batch[..., :-1], batch[..., 1:])]
     grad = jax.jit(jax.value_and_grad(model.make_loss(cfg, mesh, train=True), has_aux=True))
     (our_loss, _), our_gradients = grad(params, *batch, jax.random.key(0), 0)
     assert abs(float(our_loss) - loss.item()) < 1e-5
@@ -141,16 +130,15 @@ def test_text_continues_as_transformers_continues_it(size, train, text_shards, t
     flags = {**SIZES[size], "T": 80, "vocab_size": 512, "training_steps": 3, "max_tokens": 8}
     assert train((1, 1, 1), data=text_shards, prompt="x", **flags) == 0
     hf.export(str(tmp_path / "runs/run"), str(tmp_path / "exported"))
-    own_code = dict(trust_remote_code=size == "own")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
     make = transformers.AutoModelForCausalLM.from_pretrained
-    theirs = make(tmp_path / "exported", **own_code)
+    theirs = make(tmp_path / "exported", trust_remote_code=size == "own")
     prompts = ["def test_of(", "x"]  # transformers pads the second
     for name, before in [("exported", ""), ("runs/run", tokenization.END_OF_TEXT)]:
-        inputs = [before + prompt for prompt in prompts]
-        inputs = tokenizer(inputs, padding=True, return_tensors="pt")
-        plan = dict(max_new_tokens=64, do_sample=False, eos_token_id=None)
-        generated = theirs.generate(**inputs, **plan)[:, inputs.input_ids.shape[1] :]
+        texts = [before + prompt for prompt in prompts]
+        inputs = tokenizer(texts, padding=True, return_tensors="pt")
+        greedy = dict(max_new_tokens=64, do_sample=False, eos_token_id=None)
+        generated = theirs.generate(**inputs, **greedy)[:, inputs.input_ids.shape[1] :]
         wanted = tokenizer.batch_decode(generated)
         words = [str(tmp_path / name), "--prompt", *prompts]
         words += "--max_tokens 64 --temperature 0 --n_devices 1 --model_dtype float32".split()
@@ -159,69 +147,14 @@ def test_text_continues_as_transformers_continues_it(size, train, text_shards, t
         assert [row.text for row in rows] == ends
 
 
-# config.json of deepseek-ai/DeepSeek-V3, and what others have otherwise
-PUBLISHED = json.loads("""{
-    "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
-    "aux_loss_alpha": 0.001, "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
-    "bos_token_id": 0, "eos_token_id": 1, "ep_size": 1, "first_k_dense_replace": 3, "hidden_act": "silu",
-    "hidden_size": 7168, "initializer_range": 0.02, "intermediate_size": 18432, "kv_lora_rank": 512,
-    "max_position_embeddings": 163840, "model_type": "deepseek_v3", "moe_intermediate_size": 2048,
-    "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": true,
-    "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128,
-    "num_nextn_predict_layers": 1, "pretraining_tp": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "rms_norm_eps": 1e-06, "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid",
-    "seq_aux": true,
-    "tie_word_embeddings": false, "topk_group": 4, "topk_method": "noaux_tc", "torch_dtype": "bfloat16",
-    "transformers_version": "4.33.1", "use_cache": true, "v_head_dim": 128, "vocab_size": 129280
-}""")
-# of moonshotai/Moonlight-16B-A3B
-MOONLIGHT = PUBLISHED | json.loads("""{
-    "bos_token_id": 163584, "eos_token_id": 163585, "first_k_dense_replace": 1, "hidden_size": 2048,
-    "intermediate_size": 11264, "max_position_embeddings": 8192, "moe_intermediate_size": 1408, "n_group": 1,
-    "n_routed_experts": 64, "n_shared_experts": 2, "num_attention_heads": 16, "num_experts_per_tok": 6,
-    "num_hidden_layers": 27, "num_key_value_heads": 16, "q_lora_rank": null, "quantization_config": null,
-    "rms_norm_eps": 1e-05, "rope_theta": 50000.0, "routed_scaling_factor": 2.446, "rope_scaling": null,
-    "topk_group": 1, "vocab_size": 163840, "pad_token_id": 163838
-}""")
-# of openai-community/gpt2
-GPT2 = json.loads("""{
-    "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1,
-    "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02,
-    "layer_norm_epsilon": 1e-05, "model_type": "gpt2", "n_ctx": 1024, "n_embd": 768, "n_head": 12,
-    "n_layer": 12, "n_positions": 1024, "resid_pdrop": 0.1, "summary_activation": null,
-    "summary_first_dropout": 0.1, "summary_proj_to_labels": true, "summary_type": "cls_index",
-    "summary_use_proj": true,
-    "task_specific_params": {"text-generation": {"do_sample": true, "max_length": 50}}, "vocab_size": 50257
-}""")
-# of Qwen/Qwen3-0.6B-Base
-QWEN3 = json.loads("""{
-    "architectures": ["Qwen3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
-    "bos_token_id": 151643, "eos_token_id": 151643, "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024,
-    "initializer_range": 0.02, "intermediate_size": 3072, "max_position_embeddings": 32768,
-    "max_window_layers": 28, "model_type": "qwen3", "num_attention_heads": 16, "num_hidden_layers": 28,
-    "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 1000000,
-    "sliding_window": null, "tie_word_embeddings": true, "torch_dtype": "bfloat16",
-    "transformers_version": "4.51.0", "use_cache": true, "use_sliding_window": false, "vocab_size": 151936
-}""")
-# of Qwen/Qwen3-30B-A3B-Base
-QWEN3_MOE = QWEN3 | json.loads("""{
-    "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "intermediate_size": 6144,
-    "max_window_layers": 48, "model_type": "qwen3_moe", "num_attention_heads": 32, "num_hidden_layers": 48,
-    "num_key_value_heads": 4, "tie_word_embeddings": false, "decoder_sparse_step": 1, "mlp_only_layers": [],
-    "moe_intermediate_size": 768, "norm_topk_prob": true, "num_experts": 128, "num_experts_per_tok": 8,
-    "output_router_logits": false, "router_aux_loss_coef": 0.001
-}""")
-
-
-CONFIGS = {"deepseek-v3-671b": PUBLISHED, "moonlight-16b": MOONLIGHT, "gpt2-124m": GPT2}
-CONFIGS |= {"qwen3-0.6b": QWEN3, "qwen3-30b-a3b": QWEN3_MOE}
+# {preset: config.json} of deepseek-ai/DeepSeek-V3, moonshotai/Moonlight-16B-A3B, openai-community/gpt2,
+# Qwen/Qwen3-0.6B-Base and Qwen/Qwen3-30B-A3B-Base
+CONFIGS = json.loads((ROOT / "tests/published.json").read_text())
 
 
 @pytest.mark.parametrize("saved", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_published_config_is_understood(name, saved):
-    """As it is, and as transformers writes it again."""
     config, preset = CONFIGS[name], presets.preset(name)
     architecture_name, form = hugging_face.format_of(config, "")
     assert architecture_name == preset.model.architecture

@@ -23,15 +23,6 @@ KINDS = dict(kills=kills.case, damage=damage.case, meshes=meshes.case)
 COUNTS = dict(kills=10, damage=40, meshes=2)  # cases, without --count
 
 
-def parse():
-    parser = argparse.ArgumentParser("python -m tests.soak", description=__doc__.splitlines()[0])
-    parser.add_argument("kinds", nargs="*", help=f"of {', '.join(KINDS)} (default: all)")
-    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
-    parser.add_argument("--count", type=int, help=f"cases of each kind (default: {COUNTS})")
-    parser.add_argument("--only", type=int, help="number of the one case to repeat")
-    return parser.parse_args()
-
-
 def run_kind(name, args, folder):
     """Run all cases of a kind and print how they ended. Returns how many failed."""
 
@@ -56,12 +47,16 @@ def run_kind(name, args, folder):
 
 
 def main():
-    args = parse()
-    kinds = args.kinds or list(KINDS)
+    parser = argparse.ArgumentParser("python -m tests.soak", description=__doc__.splitlines()[0])
+    parser.add_argument("kinds", nargs="*", default=KINDS, help=f"of {', '.join(KINDS)}")
+    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    parser.add_argument("--count", type=int, help=f"cases of each kind (default: {COUNTS})")
+    parser.add_argument("--only", type=int, help="number of the one case to repeat")
+    args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
-    if kinds != ["meshes"]:
+    if args.kinds != ["meshes"]:
         jobs.make(folder / "sound")
-    failed = sum(run_kind(name, args, folder) for name in kinds)
+    failed = sum(run_kind(name, args, folder) for name in args.kinds)
     if args.only is None:
         shutil.rmtree(folder, ignore_errors=True)
     return 1 if failed else 0

@@ -1,14 +1,12 @@
 """Damaged files: a program that reads one reports it in a sentence, or its result is that of the sound file."""
 
 import json
-from typing import NamedTuple
 
 from tests.soak import jobs
 from tests.soak.programs import Case, complaint, leftovers, run
 
 WRONG = [None, True, [], {}, [[]], [1, "x"], {"x": 1}, -1, 0, 1, 2**31, 2**63, 10**30, 0.5, 1e308]
 WRONG += [float("nan"), float("inf"), "", "x", "../x", "-1", "/", "nan", "\0", "é漢", "x" * 5000]
-
 GONE = "gone"
 
 
@@ -43,9 +41,9 @@ def swap(rng, path):
 def remove(rng, path):
     path.unlink()
     instead = rng.choice(["nothing", "a folder", "a link to nowhere"])
-    if instead == "a folder":
+    if "folder" in instead:
         path.mkdir()
-    elif instead == "a link to nowhere":
+    elif "link" in instead:
         path.symlink_to("nowhere")
     return f"replaced by {instead}"
 
@@ -82,48 +80,34 @@ def damage(rng, path):
     return f"{way.__name__}: {way(rng, path)}"
 
 
-class Subject(NamedTuple):
-    """Sound files that are damaged, and the jobs that read them.
-
-    sealed: whether the programs hold checksums of these files, so that they never believe a damaged one. Others may
-    be what somebody wrote, and then only have to be understood or refused.
-    """
-
-    name: str
-    files: str
-    sealed: bool
-    readers: str
-
-
+# (sound folder or file, files in it that are damaged, whether they are sealed, jobs that read them). The programs hold
+# checksums of sealed files, so that they never believe a damaged one. Others may be what somebody wrote, and then only
+# have to be understood or refused.
 SUBJECTS = [
-    Subject("shards", "*/*.npy", True, "evaluate train"),
-    Subject("shards", "*/manifest.json", True, "evaluate again train"),
-    Subject("shards", "tokenizer.tiktoken", True, "train again"),
-    Subject("sound", "run/checkpoints/**/*", True, "evaluate verify sample export"),
-    Subject("sound", "run/config.json", True, "evaluate export sample"),
-    Subject("sound", "run/tokenizer.tiktoken", True, "sample export"),
-    Subject("part", "run/checkpoints/**/*", True, "resume"),
-    Subject("part", "run/*.*", False, "resume"),
-    Subject("cache", "*", False, "train"),
-    Subject("hf", "*.safetensors", False, "evaluate_hf import"),
-    Subject("hf", "*.json", False, "evaluate_hf import tokenize_hf"),
-    Subject("records.jsonl.gz", "", True, "tokenize_records.jsonl.gz evaluate_records.jsonl.gz"),
-    Subject("records.parquet", "", False, "tokenize_records.parquet evaluate_records.parquet"),
-    Subject("ranks.tiktoken", "", False, "tokenize"),
-    Subject("text", "*.txt", False, "tokenize ranks"),
-    Subject("progress", "*", True, "finish_source"),
+    ("shards", "*/*.npy", True, "evaluate train"),
+    ("shards", "*/manifest.json", True, "evaluate again train"),
+    ("shards", "tokenizer.tiktoken", True, "train again"),
+    ("sound", "run/checkpoints/**/*", True, "evaluate verify sample export"),
+    ("sound", "run/config.json", True, "evaluate export sample"),
+    ("sound", "run/tokenizer.tiktoken", True, "sample export"),
+    ("part", "run/checkpoints/**/*", True, "resume"),
+    ("part", "run/*.*", False, "resume"),
+    ("cache", "*", False, "train"),
+    ("hf", "*.safetensors", False, "evaluate_hf import"),
+    ("hf", "*.json", False, "evaluate_hf import tokenize_hf"),
+    ("records.jsonl.gz", "", True, "tokenize_records.jsonl.gz evaluate_records.jsonl.gz"),
+    ("records.parquet", "", False, "tokenize_records.parquet evaluate_records.parquet"),
+    ("ranks.tiktoken", "", False, "tokenize"),
+    ("text", "*.txt", False, "tokenize ranks"),
+    ("progress", "*", True, "finish_source"),
 ]
 
 
 def outcome(sealed, ended, result, right):
     """(class, what is wrong or None) of a program that read a damaged file."""
-    if wrong := complaint(ended):
-        return wrong, wrong
-    if ended.status:
-        return "refused", None
-    if result == right:
-        return "same result", None
-    said = ended.out + ended.err
+    wrong, said = complaint(ended), ended.out + ended.err
+    if wrong or ended.status or result == right:
+        return wrong or ("refused" if ended.status else "same result"), wrong
     told = any(words in said for words in ("damaged", "has no tokenizer", "not verified"))
     if sealed and not told:
         return "silent", "another result, without a word"
@@ -143,18 +127,17 @@ def read(job, at, place):
 
 
 def case(rng, sound, folder):
-    subject = rng.choice(SUBJECTS)
-    job = rng.choice(subject.readers.split())
+    subject, pattern, sealed, readers = rng.choice(SUBJECTS)
+    job = rng.choice(readers.split())
     if job not in EXPECTED:
         ended, EXPECTED[job] = read(job, *jobs.places(sound, folder / "undisturbed", job))
         assert ended.status == 0, ended
-    at, place = jobs.places(sound, folder / "damaged", job, subject.name)
-    root = at[subject.name]
-    files = root.glob(subject.files) if subject.files else [root]
+    at, place = jobs.places(sound, folder / "damaged", job, subject)
+    files = at[subject].glob(pattern) if pattern else [at[subject]]
     # Orbax draws names, so that sizes are what a repeated case has in common
     files = sorted((p.stat().st_size, str(p), p) for p in files if p.is_file())
     path = rng.choice(files)[-1]
     tried = f"{job}: {path.relative_to(folder)}: {damage(rng, path)}"
     ended, result = read(job, at, place)
-    how, wrong = outcome(subject.sealed, ended, result, EXPECTED[job])
+    how, wrong = outcome(sealed, ended, result, EXPECTED[job])
     return Case(tried, how, wrong or leftovers(folder), ended)

@@ -6,15 +6,15 @@ folder, or makes a new one.
 
 import contextlib
 import gzip
-import hashlib
 import json
 import random
 import shutil
+import zlib
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from conftest import SMALL_RUN, flags_of
+from conftest import SMALL_RUN, flags_of, given
 from test_resume import metrics_of
 
 from tests.soak.programs import run
@@ -22,9 +22,11 @@ from tests.soak.programs import run
 WORDS = "hello world def return import self for in while yield é漢 \n 12 x(y) &&".split(" ")
 STEPS = 12
 # the smallest mixture of experts that trains
-MODEL = SMALL_RUN | dict(blocks=1, n_experts=4, n_head=2, T=16, vocab_size=280, microbatches=2)
-MODEL |= dict(train_batch_size=4, val_batch_size=4, max_tokens=4, inference_batch=1)
-MODEL |= dict(embedding_norm=False, latent_conv=0)  # as transformers knows such models
+MODEL = SMALL_RUN | given("""
+    --blocks 1 --n_experts 4 --n_head 2 --T 16 --vocab_size 280 --microbatches 2 --train_batch_size 4
+    --val_batch_size 4 --max_tokens 4 --inference_batch 1 --no_embedding_norm --latent_conv 0
+    --n_device_axis 1 1 1 --n_devices 1 --eval_every 3 --eval_steps 1 --save_steps 4 --name run
+""")  # with no layers that transformers does not know
 SOUND = "text source records.jsonl.gz records.parquet ranks.tiktoken shards sound hf part progress cache"
 # the sound folder that a verb changes; all others make a new one
 CHANGED = dict(resume="part", again="shards", finish="progress")
@@ -32,80 +34,68 @@ CHANGED = dict(resume="part", again="shards", finish="progress")
 
 def train_words(at, output, steps=STEPS, **flags):
     """main.py with the run `run` in `output`, on the sound shards."""
-    run = MODEL | dict(name="run", output_dir=output, data=at["shards"], training_steps=steps)
-    run |= dict(n_device_axis=(1, 1, 1), n_devices=1, compilation_cache=at["cache"])
-    run |= dict(eval_every=3, eval_steps=1, save_steps=4)
-    return ["main.py", "--preset", "tiny", *flags_of(**run | flags)]
+    places = dict(output_dir=output, data=at["shards"], compilation_cache=at["cache"])
+    run = MODEL | places | dict(training_steps=steps) | flags
+    return ["main.py", "--preset", "tiny", *flags_of(**run)]
 
 
 def words_of(job, at, place):
     """Command line of a job. at: {name: path} of the sound files; place: the folder that it makes or changes."""
     verb, _, source = job.partition("_")
-    column = ("--text_column", "body")
     model = at["hf"] if source == "hf" else at["sound"] / "run"
     ranks = at["hf"] / "tokenizer.json" if source == "hf" else at["ranks.tiktoken"]
-    text = at["text"] if source in ("", "hf") else at[source]
-    data = at["shards"] if source in ("", "hf") else at[source]
-    cache = ("--compilation_cache", at["cache"])
-    tokenize = ["data/tokenize_shards.py", "--source", text, "--output", place, *column]
-    tokenize += ["--tokenizer", ranks, "--shard_tokens", 10_000, "--workers"]
-    train_tokenizer = ["data/train_tokenizer.py", "--source", text, "--vocab_size", 280, *column]
-    score = ["tools/evaluate.py", model, *cache, "--limit", 40, *column]
+    named = None if source in ("", "hf") else at[source]
+    texts = ["--source", named or at["text"], "--text_column", "body"]
+    cache = ["--compilation_cache", at["cache"]]
+    tokenize = ["data/tokenize_shards.py", *texts, "--output", place, "--tokenizer", ranks]
+    tokenize += ["--shard_tokens", 10_000, "--workers", 2 if verb == "workers" else 1]
+    learn = ["data/train_tokenizer.py", *texts, "--vocab_size", 280]
+    score = ["tools/evaluate.py", model, *cache, "--limit", 40, "--text_column", "body", "--json"]
     lines = {
         "train": train_words(at, place),
         "resume": train_words(at, place),
-        "tokenize": [*tokenize, 1],
-        "again": [*tokenize, 1],
-        "finish": [*tokenize, 1],
-        "workers": [*tokenize, 2],
-        "ranks": [*train_tokenizer, "--output", place / "ranks.tiktoken"],
-        "evaluate": [*score, "--json", "--data", data],
+        "ranks": [*learn, "--output", place / "ranks.tiktoken"],
+        "evaluate": [*score, "--data", named or at["shards"]],
         "sample": ["tools/sample.py", model, *cache, "--prompt", "the", "--max_tokens", 4],
         "verify": ["tools/checkpoints.py", model],
         "export": ["tools/hf.py", "export", model, place / "hf"],
         "import": ["tools/hf.py", "import", at["hf"], place / "run"],
     }
-    return lines[verb]
+    return lines.get(verb, tokenize)
 
 
 def result_of(job, place, said=""):
     """What a job made and said, without times and places: equal where its input was."""
     verb = job.partition("_")[0]
     if verb in ("train", "resume"):
-        return fingerprints(place / "run").get(str(STEPS)), metrics_of(place / "run")
-    if verb in ("tokenize", "workers", "again", "finish"):
-        return shards(place)
-    if verb in ("export", "ranks"):
-        return {path.name: sha256(path) for path in place.rglob("*") if path.is_file()}
+        return fingerprint(place / "run", STEPS), metrics_of(place / "run")
     if verb == "import":
-        return fingerprints(place / "run")
+        return fingerprint(place / "run", 0)
+    if verb in ("export", "ranks"):
+        return {path.name: checksum(path) for path in place.rglob("*") if path.is_file()}
     if verb == "evaluate":
-        rows = json.loads(said)["data"]
-        return [{k: v for k, v in row.items() if k != "data"} for row in rows]
-    return [line for line in said.splitlines() if "/sound/" not in line]
+        return [row | {"data": ""} for row in json.loads(said)["data"]]
+    if verb in ("sample", "verify"):
+        return [line for line in said.splitlines() if "/sound/" not in line]
+    return shards(place)
 
 
-def fingerprints(run):
-    """{step: sums of the saved arrays} of a run's checkpoints."""
-    found = {}
-    for path in (run / "checkpoints").glob("*/meta/metadata"):
-        with contextlib.suppress(ValueError):  # a damaged one
-            found[path.parts[-3]] = json.loads(path.read_bytes())["fingerprint"]
-    return found
+def checksum(path):
+    return zlib.crc32(path.read_bytes())
 
 
-def sha256(path):
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def fingerprint(run, step):
+    """Sums of the arrays of a run's checkpoint, None where it is damaged."""
+    with contextlib.suppress(ValueError, OSError):
+        return json.loads((run / f"checkpoints/{step}/meta/metadata").read_bytes())["fingerprint"]
 
 
 def shards(folder):
     """{path: content} of a folder of shards, without where their source is."""
-    found = {f"{p.parent.name}/{p.name}": sha256(p) for p in folder.rglob("*.npy")}
+    found = {f"{p.parent.name}/{p.name}": checksum(p) for p in folder.rglob("*.npy")}
+    places = dict(source="", source_listing_sha256="", manifest_sha256="")
     for path in folder.rglob("manifest.json"):
-        manifest = json.loads(path.read_text())
-        for place in ("source", "source_listing_sha256", "manifest_sha256"):
-            manifest.pop(place, None)
-        found[path.parent.name] = manifest
+        found[path.parent.name] = json.loads(path.read_text()) | places
     return found
 
 

@@ -7,7 +7,7 @@ import signal
 import time
 
 from tests.soak import jobs
-from tests.soak.programs import Case, Program, complaint, leftovers
+from tests.soak.programs import Case, complaint, leftovers, run, start, wait
 
 SIGNALS = [signal.SIGKILL, signal.SIGTERM, signal.SIGINT]
 JOBS = "tokenize_source workers_source ranks_source export import train train resume".split()
@@ -15,29 +15,23 @@ JOBS = "tokenize_source workers_source ranks_source export import train train re
 
 def state_of(folder):
     """What tells that a file of a folder was changed."""
-    found = []
-    for parent, folders, files in os.walk(folder):  # which passes over what has just gone
-        for name in folders + files:
-            path = os.path.join(parent, name)
-            with contextlib.suppress(OSError):
-                stat = os.lstat(path)
-                found.append((path, stat.st_mtime_ns, stat.st_size))
-    return sorted(found)
+    found = set()
+    with contextlib.suppress(OSError):  # of what has just gone
+        for path in folder.rglob("*"):
+            stat = path.lstat()
+            found.add((path, stat.st_mtime_ns, stat.st_size))
+    return found
 
 
-def watch(program, place, most=float("inf")):
+def watch(process, place, most=float("inf")):
     """Number of changes of a folder, until the program ends or it is `most`."""
     seen, count = state_of(place), 0
-    while count < most and program.runs():
+    while count < most and process.poll() is None:
         now = state_of(place)
         count += now != seen
         seen = now
         time.sleep(0.004)
     return count
-
-
-def start(job, at, place):
-    return Program(jobs.words_of(job, at, place), place.parent / "work")
 
 
 def made(job, place):
@@ -51,22 +45,15 @@ def made(job, place):
     return jobs.result_of(job, place), sorted(names)
 
 
-def wrong_after(number, ended):
-    """What is wrong with how a program ended after a signal, or None."""
-    if ended.status == -number or "JAX distributed service detected fatal errors" in ended.err:
-        return None  # the latter is jax's own end where another process was lost
-    return complaint(ended, (0, 2, 128 + number))
-
-
 UNDISTURBED = {}  # {job: (what it makes, changes of its files)}
 
 
 def undisturbed(job, sound, folder):
     if job not in UNDISTURBED:
         at, place = jobs.places(sound, folder, job)
-        program = start(job, at, place)
-        changes = watch(program, place)
-        ended = program.wait()
+        process = start(jobs.words_of(job, at, place), folder / "work")
+        changes = watch(process, place)
+        ended = wait(process, folder / "work")
         assert ended.status == 0, ended
         UNDISTURBED[job] = made(job, place), changes
     return UNDISTURBED[job]
@@ -80,15 +67,18 @@ def case(rng, sound, folder):
     to_all = rng.random() < 0.5  # as a terminal does, to its workers too
     tried = f"{job}: {number.name} {'to all ' if to_all else ''}after change {change}"
     at, place = jobs.places(sound, folder / "killed", job)
-    program = start(job, at, place)
-    watch(program, place, change)
+    words, work = jobs.words_of(job, at, place), folder / "killed/work"
+    process = start(words, work)
+    watch(process, place, change)
     time.sleep(rng.choice([0, rng.uniform(0, 0.2)]))
     with contextlib.suppress(ProcessLookupError):
-        (os.killpg if to_all else os.kill)(program.process.pid, number)
-    killed = program.wait()
-    if wrong := wrong_after(number, killed):
+        (os.killpg if to_all else os.kill)(process.pid, number)
+    killed = wait(process, work)
+    # jax has an end of its own where another process was lost
+    its_end = killed.status == -number or "service detected fatal errors" in killed.err
+    if wrong := not its_end and complaint(killed, (0, 2, 128 + number)):
         return Case(tried, "bad end", wrong, killed)
-    ended = start(job, at, place).wait()
+    ended = run(words, work)
     there = job in ("export", "import") and "exists already" in ended.err
     if ended.status and not there:
         return Case(tried, "not resumed", complaint(ended, (0,)), ended)

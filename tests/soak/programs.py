@@ -5,15 +5,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from typing import NamedTuple
 
-from conftest import ROOT, in_session  # which also sets the environment of all that follows
+from conftest import ROOT, in_session, wait_for
 
 MOST_MEMORY = 8 << 30  # bytes of address space of a program; jax alone maps several
 SECONDS = 300  # that a program may take
 GRACE = 15  # seconds after a program within which what it started must have ended too
 BAD_ENDS = ("Traceback (most recent", "stack trace", "Fatal Python", "terminate called")
+TEMPORARY = ("*/tmp/*", "**/*.part", "**/*.tmp", "**/*orbax-checkpoint-tmp*")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT}/tests"
 os.environ.pop("TF_CPP_MIN_LOG_LEVEL", None)  # jax has set it here
@@ -37,46 +37,36 @@ class Case(NamedTuple):
     ended: Ended
 
 
-class Program:
-    """A program that runs in `folder`, with the files stdout and stderr and the folder tmp.
+def start(words, folder):
+    """A program that runs in `folder`, with the files stdout and stderr and the folder tmp. words: of its command
+    line, the first a path in the repository."""
+    temporary = folder / "tmp"
+    temporary.mkdir(parents=True, exist_ok=True)
+    words = ["prlimit", f"--as={MOST_MEMORY}", sys.executable, ROOT / words[0], *words[1:]]
+    env = {**os.environ, "HOME": str(folder), "TMPDIR": str(temporary)}
+    with open(folder / "stdout", "w") as out, open(folder / "stderr", "w") as err:
+        pipes = dict(stdout=out, stderr=err, start_new_session=True)
+        return subprocess.Popen([*map(str, words)], cwd=folder, env=env, **pipes)
 
-    words: of its command line, the first a path in the repository.
-    """
 
-    def __init__(self, words, folder):
-        self.folder = folder
-        temporary = folder / "tmp"
-        temporary.mkdir(parents=True, exist_ok=True)
-        limited = ["prlimit", f"--as={MOST_MEMORY}", sys.executable, ROOT / words[0]]
-        env = {**os.environ, "HOME": str(folder), "TMPDIR": str(temporary)}
-        with open(folder / "stdout", "w") as out, open(folder / "stderr", "w") as err:
-            pipes = dict(stdout=out, stderr=err, start_new_session=True)
-            words = [*limited, *map(str, words[1:])]
-            self.process = subprocess.Popen(words, cwd=folder, env=env, **pipes)
-
-    def runs(self):
-        return self.process.poll() is None
-
-    def wait(self):
-        """`Ended`, once the program and what it started have ended; what takes too long is killed."""
-        status = None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            status = self.process.wait(SECONDS)
-            deadline = time.monotonic() + GRACE
-            while in_session(self.process.pid) and time.monotonic() < deadline:
-                time.sleep(0.05)
-        remaining = in_session(self.process.pid)
-        for pid in remaining:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.process.wait()
-        said = [(self.folder / name).read_text(errors="replace") for name in ("stdout", "stderr")]
-        return Ended(status, *said, len(remaining))
+def wait(process, folder):
+    """`Ended`, once a program and what it started have ended; what takes too long is killed."""
+    status = None
+    with contextlib.suppress(subprocess.TimeoutExpired, AssertionError):
+        status = process.wait(SECONDS)
+        wait_for(lambda: not in_session(process.pid), GRACE)
+    remaining = in_session(process.pid)
+    for pid in remaining:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+    said = [(folder / name).read_text(errors="replace") for name in ("stdout", "stderr")]
+    return Ended(status, *said, len(remaining))
 
 
 def run(words, folder):
     """`Ended` of a program that runs to its end."""
-    return Program(words, folder).wait()
+    return wait(start(words, folder), folder)
 
 
 def complaint(ended, statuses=(0, 2)):
@@ -97,8 +87,5 @@ def complaint(ended, statuses=(0, 2)):
 
 def leftovers(folder):
     """In words, which temporary file a program left in the folder of a case; None where it left none."""
-    left = [*folder.glob("*/tmp/*")]
-    for path in folder.rglob("*"):
-        if path.name.endswith((".part", ".tmp")) or "orbax-checkpoint-tmp" in path.name:
-            left.append(path)
+    left = [path for pattern in TEMPORARY for path in folder.glob(pattern)]
     return f"left {left[0]}" if left else None
