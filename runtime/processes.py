@@ -247,7 +247,8 @@ class Watchdog:
             usual = statistics.median(took) if len(took) > 2 else math.inf
             words = f"watchdog: {name} of step {step} has taken"
             pause = min(60, self.limit / 2)  # of a busy machine
-            if now is not reported and seconds > max(pause, STUCK * usual):
+            patience = min(self.limit, max(pause, STUCK * usual))
+            if now is not reported and seconds > patience:
                 reported = now
                 say(f"{words} {seconds:.0f} s, usually {usual:.2f}")
                 faulthandler.dump_traceback(sys.stdout)
