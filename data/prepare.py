@@ -6,7 +6,7 @@ It prints licence, sizes and hours before it begins. data/corpora.json lists the
 the work, and takes any others.
 """
 
-if __name__ == "__main__":
+if __name__ == "__main__" and not __package__:
     import begin
 
 import json

@@ -8,7 +8,7 @@ one shard into the next. manifest.json beside them is written last; until then r
 last whole shard, as OUTPUT/progress.npz tells it.
 """
 
-if __name__ == "__main__":
+if __name__ == "__main__" and not __package__:
     import begin
 
 import functools

@@ -3,7 +3,7 @@
 python data/train_tokenizer.py --source stdlib --vocab_size 8192 --output data/shards/bpe8192.tiktoken
 """
 
-if __name__ == "__main__":
+if __name__ == "__main__" and not __package__:
     import begin
 
 import hashlib
