@@ -554,9 +554,6 @@ def top_params(params, cfg):
     return {"head": top["embedding"], **top}
 
 
-# --- Router bias ------------------------------------------------------------------------------------------------
-
-
 def update_router_bias(cfg, params, load):
     """Auxiliary-loss-free balancing (arXiv:2408.15664, algorithm 1): each router bias, where routers have one, moves by
     --bias_update_rate towards an even load. load [layers, E]: choices that fell on each expert in one training step,
