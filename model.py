@@ -12,7 +12,7 @@ model; there is no second implementation. From a batch to its loss:
           pipeline                    M microbatches through S stages
             run_stage                 the blocks of one stage
               run_layers, run_layer   -> a layer of architectures/NAME.py
-      head_loss                       -> kernels/loss.py
+      cross_entropy                   of kernels/loss.py
       reduce_loss                     sums over the mesh
 
 Letters: B batch, T sequence, D model, H heads, K head dim, R latent, E experts, C capacity, F feed-forward,
