@@ -54,8 +54,6 @@ from collectives import (
 from kernels import attention
 from kernels import loss as losses
 
-# --- Parameters: one table --------------------------------------------------------------------------------------
-
 
 def param_table(cfg):
     """Nested dict of `Param`s for a validated Config. Leaves of blocks are stacked on a leading dim that pp splits,
@@ -105,9 +103,6 @@ def flops_per_token(cfg):
     attention_flops = m.T * m.n_head * channels / 2
     head = m.tied * m.vocab_size * m.model_dimension  # one of its own is among the active weights
     return 6 * (active + head + attention_flops)
-
-
-# --- Loss -------------------------------------------------------------------------------------------------------
 
 
 class Metrics(NamedTuple):
@@ -226,9 +221,6 @@ def runs_once(cfg):
 def loss_chunk():
     """Number of tokens whose logits a device holds at once."""
     return losses.LOSS_CHUNK[platform()]
-
-
-# --- Forward pass -----------------------------------------------------------------------------------------------
 
 
 class Batch(NamedTuple):
@@ -393,9 +385,6 @@ def pipeline(stage, weights, inputs, state, rounds=1):
     ticks = jnp.arange(rounds * M + S - 1)
     (_, _, state), outputs, _ = scan_layers(tick, weights, start, ticks)
     return outputs[-M:], state
-
-
-# --- Stages and layers ------------------------------------------------------------------------------------------
 
 
 def scan_layers(body, weights, carry, scanned):

@@ -66,9 +66,6 @@ def check_flags(cfg):
             raise UserError(f"--{flag} 0: must be at least 1 for --architecture {m.architecture}.")
 
 
-# --- Parameters ---------------------------------------------------------------------------------------------------
-
-
 def deepseek_table(cfg):
     """The parameter table of DeepSeek-V3, without a head of its own. Matrices begin as `std_into` and `std_back` say,
     the embedding, which is the head too, with 1 / sqrt(D), so that logits begin with a deviation of 1."""
@@ -148,9 +145,6 @@ def layer_table(cfg, routed):
     if m.n_shared:
         table["shared"] = mlp(m.n_shared * F)
     return table
-
-
-# --- Attention ----------------------------------------------------------------------------------------------------
 
 
 def attention(p, x, tokens, m, cache=None):
@@ -275,9 +269,6 @@ def keep_best_groups(wanted, m):
     return kept.reshape(wanted.shape)
 
 
-# --- Layers -------------------------------------------------------------------------------------------------------
-
-
 def layer(p, x, tokens, m, cache):
     """Attention, then a dense feed-forward or routed and shared experts, pre-norm. x [B, T/tp, D] -> x, (`Load`, None
     where it is dense; cache)."""
@@ -349,9 +340,6 @@ def layer_cost(m, kind):
         branches=BRANCHES[m.activation],
         ffn_width=m.n_shared * m.expert_width if routed else m.ffn_width,
     )
-
-
-# --- Hugging Face format ------------------------------------------------------------------------------------------
 
 
 def hugging_face_tensors(m):

@@ -11,6 +11,7 @@ import os
 import random
 import re
 import secrets
+import shutil
 import stat
 import tempfile
 import time
@@ -118,14 +119,26 @@ def part_of(path):
 
 
 def remove_parts(folder, name="*"):
-    """Remove what killed programs left unfinished of a file of a local folder, by default of all its files."""
+    """Remove what killed programs left unfinished of a name in a local folder, by default of all in it."""
     name = name if name == "*" else glob.escape(name)
     for path in glob.glob(os.path.join(glob.escape(folder), f"{name}.*.part")):
-        if PART.search(path) and os.path.isfile(path):
-            with contextlib.suppress(OSError), open(path, "rb") as part:
-                # refused while a program writes it
-                fcntl.flock(part, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.remove(path)
+        if PART.search(path):
+            with contextlib.suppress(OSError), locked(path, fcntl.LOCK_NB):
+                # not reached while a program writes it
+                shutil.rmtree(path) if os.path.isdir(path) else os.remove(path)
+
+
+@contextlib.contextmanager
+def locked(path, how=0):
+    """Hold the system's lock of a file or folder, which ends with the process. With LOCK_NB raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        # not every file system has locks
+        with contextlib.suppress(*(() if how else (OSError,))):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | how)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager

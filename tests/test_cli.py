@@ -202,8 +202,9 @@ BAD_PROCESSES = {
 
 
 @pytest.mark.parametrize("words, said", (BAD | BAD_PROCESSES).items())
-def test_a_mistake_gets_a_sentence(words, said):
+def test_a_mistake_gets_a_sentence(words, said, tmp_path):
     small = flags_of(**SMALL, train_batch_size=8, val_batch_size=8, n_devices=8)
+    small += ["--output_dir", str(tmp_path)]
     argv = ["--preset", "tiny", *small, *words.split()]
     if words in BAD:
         refusal(lambda: settings.settle(command_line.parse(argv), 8), *said)

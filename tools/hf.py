@@ -30,7 +30,15 @@ from tokenizers import pre_tokenizers
 import utils
 from data import tokenization
 from inference import hub, hugging_face, weights
-from runtime.files import is_remote, part_of, read_json, write_file, write_json
+from runtime.files import (
+    is_remote,
+    locked,
+    part_of,
+    read_json,
+    remove_parts,
+    write_file,
+    write_json,
+)
 from runtime.messages import UserError, first_line, say
 from runtime.parser import place
 from tools import common
@@ -132,12 +140,15 @@ def save_weights(folder, params, run_dir):
 @contextlib.contextmanager
 def appearing(folder):
     """A new folder that becomes `folder` when all is written, and is removed where that fails. Raises UserError."""
-    part = part_of(os.path.normpath(folder))
+    path = os.path.normpath(folder)
+    remove_parts(*os.path.split(path))
+    part = part_of(path)
     try:
         os.makedirs(part)
-        yield part
-        os.sync()
-        os.rename(part, folder)
+        with locked(part):
+            yield part
+            os.sync()
+            os.rename(part, folder)
     except OSError as e:
         raise UserError(f"{folder}: cannot be written ({e.strerror or e}).") from None
     finally:
