@@ -133,9 +133,11 @@ def locked(path, how=0):
     """Hold the system's lock of a file or folder, which ends with the process. With LOCK_NB raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        # not every file system has locks
-        with contextlib.suppress(*(() if how else (OSError,))):
+        try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | how)
+        except OSError:  # also from a file system without locks
+            if how:
+                raise
         yield
     finally:
         os.close(descriptor)

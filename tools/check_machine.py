@@ -70,7 +70,7 @@ def presets_that_fit(devices):
         cfg = preset(name)
         if machine.chip.float32:
             cfg = utils.replace(cfg, model_dtype="float32")
-        with contextlib.suppress(UserError):  # it cannot be spread over so many devices
+        with contextlib.suppress(UserError):  # it does not divide over these devices
             cfg = cut_batch(settings.validate(cfg, len(devices)), machine)
             found.append((model.count_params(cfg)[0], name, cfg))
     for _, _, cfg in sorted(found, reverse=True):

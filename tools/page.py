@@ -75,7 +75,7 @@ from starlette.routing import Route
 from tools.completions import Engine, Refused, read_parameters
 
 MOST_BYTES = 2**20  # of a request
-RECENT = 100  # rows, of which the state of a run is told
+RECENT = 100  # the last rows of the log, which show how a run is doing
 LOSS = "loss/train_loss"
 
 
