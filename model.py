@@ -495,8 +495,17 @@ def recompute(cfg, kind, run):
     is_loop = blocks_of_stage(cfg) > 1 or not runs_once(cfg)
     in_block = cfg.model.layers_per_block > 1 and kind in architecture_of(cfg).stacks
     barriers = platform() == "cpu" or not (is_loop and in_block)
-    named = jax.checkpoint_policies.save_only_these_names(cfg.model.remat)  # by `checkpoint_name`
-    return jax.checkpoint(run, prevent_cse=barriers, policy=named)
+    kept = [cfg.model.remat]  # by `checkpoint_name`
+    if keeps_attention(cfg, platform()):
+        kept.append("kernel")
+    policy = jax.checkpoint_policies.save_only_these_names(*kept)
+    return jax.checkpoint(run, prevent_cse=barriers, policy=policy)
+
+
+def keeps_attention(cfg, platform):
+    """Whether a layer keeps what its attention kernel returns, so that the backward pass need not run it again. A loop
+    stacks what it keeps, and a loop around it stacks that again: on TPUs this takes longer than the kernel."""
+    return cfg.model.remat != "full" and (platform != "tpu" or runs_once(cfg))
 
 
 def run_layer(cfg, kind, weights, index, number, x, tokens, cache=None):

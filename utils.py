@@ -83,9 +83,11 @@ class Model:
     """Probability of zeroing a channel after the embedding, attention and feed-forward."""
     model_dtype: Literal["bfloat16", "float32"] = flag("bfloat16", of_weights=False)
     """Type of activations and matrix products; parameters and delicate sums are always float32."""
-    remat: Literal["none", "dots", "experts", "full"] = setting("full")
+    remat: Literal["none", "dots", "experts", "attention", "full"] = setting("attention")
     """What a layer keeps for its backward pass, beside its input; it recomputes the rest. dots: products with weights
-    other than experts'. experts: what routed experts receive, and their first product. full: nothing more."""
+    other than experts'. experts: what routed experts receive, and their first product. attention: what its kernel
+    returns, where there is one (on TPUs only where each layer runs once a batch); dots and experts keep it too. full:
+    nothing more."""
     fsdp: Literal["full", "hoist", "none"] = setting("hoist")
     """Weights over dp. full: split, gathered before every use, for the least memory. hoist: split, gathered once a
     batch, and as full where that is one microbatch in one stage. none: whole on every replica (experts are always

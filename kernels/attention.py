@@ -80,7 +80,9 @@ def splash_attention(q, k, v, position, start):
     layouts = {name: layout for name in fields if name.endswith("layout")}
     mask = masks.MultiHeadMask([masks.CausalMask((T, T))] * H)
     sizes = splash.BlockSizes(**sizes, **layouts)
-    kernel = splash.make_splash_mha_single_device(mask, block_sizes=sizes)
+    kernel = splash.make_splash_mha_single_device(
+        mask, block_sizes=sizes, residual_checkpoint_name="kernel"
+    )
     documents = None if start is None else splash.SegmentIds(start, start)
     return jax.vmap(kernel)(q, k, v, documents)
 

@@ -31,6 +31,7 @@ FITTED = {
     "operand_weights": (22.0, 22.0, 1.5),  # of matrix products, as "weights"
     "logits": (47.0, 35.0, 37.0),  # per logit
     "full": (29.0, 29.0, 9.6),  # per byte kept for the backward pass, with this --remat
+    "attention": (29.0, 29.0, 9.6),
     "experts": (26.0, 6.0, 9.6),
     "dots": (26.0, 6.0, 9.6),
     "none": (11.0, 3.0, 9.6),
@@ -297,10 +298,11 @@ class Estimate:
             self.scores += n * layer.all_scores
             intermediates = n * channel * (layer.computed + layer.in_experts)
             own_kept = layers * times * channel * layer.kept()
+            of_attention = layers * times * channel * layer.kept_by_attention()
             self.passes += fit[remat] * self.batches * own_kept
-            self.passes += fit["intermediates"] * intermediates
+            self.passes += fit["intermediates"] * (intermediates + self.batches * of_attention)
             self.operands += fit["operands"] * intermediates
-            kept += own_kept
+            kept += own_kept + of_attention
             width = copies * layer.computed + fit["expert_copies"] * layer.in_experts
             widest = max(widest, channel * width)
         self.activations += kept
@@ -389,6 +391,7 @@ class Layer:
         self.megatron = m.sequence_parallel == "megatron"
         self.recomputes = m.remat != "none"
         self.keeps_experts = m.remat == "experts" and not self.in_tiles
+        self.keeps_attention = model.keeps_attention(step.cfg, step.machine.platform)
 
         self.rows = 0  # that routed experts multiply, empty ones included, where the load is even
         E = m.n_experts
@@ -410,8 +413,10 @@ class Layer:
             pairs * (keys * cost.query_channels + values * cost.value_channels)
             for keys, values in kernel.products.values()
         ]
-        self.all_scores = self.scores * (1 + self.recomputes) + sum(backward)
         self.keeps_scores = sum(backward) <= 2 * self.scores  # or else computes them anew
+        self.keeps_attention &= self.recomputes and not self.keeps_scores
+        again = self.recomputes and not self.keeps_attention
+        self.all_scores = self.scores * (1 + again) + sum(backward)
 
     def count_channels(self):
         """Set channels per token: of products, as --remat dots keeps them; of all; of routed experts, in neither."""
@@ -443,7 +448,7 @@ class Layer:
         # recomputation stops before the layer's last product
         if self.recomputes and not self.in_tiles and not self.keeps_experts:
             flops += experts_into
-        if m.remat in ("full", "experts"):
+        if m.remat not in ("none", "dots"):
             flops += projections - out
         return flops
 
@@ -498,10 +503,16 @@ class Layer:
         send("reduce-scatter", channels, n * 2)
         send("reduce-scatter", gates, n)
 
+    def kept_by_attention(self):
+        """Channels per token that it keeps of its attention kernel: the output, and a sum in float32 for each head."""
+        return (
+            self.keeps_attention * self.m.n_head * (self.cost.value_channels + 4 / self.step.bytes)
+        )
+
     def kept(self):
-        """Channels per token that it keeps for the backward pass."""
+        """Channels per token that it keeps for the backward pass, without `kept_by_attention`."""
         m, fit = self.m, self.step.fit
-        if m.remat in ("full", "experts"):
+        if m.remat not in ("none", "dots"):
             per_row = m.model_dimension + self.cost.branches * m.expert_width
             in_experts = self.keeps_experts * self.rows / self.step.own_tokens * per_row
             return m.model_dimension + in_experts

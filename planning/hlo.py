@@ -360,7 +360,7 @@ class Timeline:
             # 19 digits, 2^63 - 1, where it has no estimate
             if estimated := re.search(r'"estimated_cycles":"(\d{1,18})"', op.rest):
                 cycles = int(estimated[1])
-        elif op.kind == "fusion":
+        elif op.kind in ("fusion", "fusion-start"):
             moved = moved_bytes(self.comps[CALLED.search(op.rest)[1]], op.inputs)
         elif op.kind not in UNMOVED and not op.kind.endswith("-done"):
             given = [

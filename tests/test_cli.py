@@ -133,7 +133,7 @@ BAD_FILES = {
     '{"blocks": "two"}': "blocks is 'two', but must be a whole number",
     '{"tied": 1}': "tied is 1, but must be true or false",
     '{"max_lr": NaN}': "max_lr is nan, but must be a number",
-    '{"remat": "ful"}': "remat is 'ful', but must be one of none, dots, experts, full",
+    '{"remat": "ful"}': "remat is 'ful', but must be one of none, dots, experts, attention, full",
     '{"n_device_axis": [1, 2]}': "must be three whole numbers",
     '{"blocks": 0}': "blocks is 0, but must be at least 1",
     "[]": "not a JSON object",
@@ -173,7 +173,9 @@ BAD = {  # words beside the small model's on eight devices, and what the sentenc
     "--modle_dimension 64": ["--modle_dimension", "the nearest is --model_dimension"],
     "--wandb yes": ["--wandb yes: takes no value; give --wandb or --no_wandb alone"],
     "config/train.py": ["belongs to no flag; a file of flags is --config FILE.json"],
-    "--remat ful": ["--remat ful: must be one of none, dots, experts, full; the nearest is full"],
+    "--remat ful": [
+        "--remat ful: must be one of none, dots, experts, attention, full; the nearest is full"
+    ],
     "--attention blockwize": ["--attention blockwize", "one of auto", "blockwise"],
     "--architecture gpt2 --n_experts 4": ["--architecture gpt2", "no such choice", "leave"],
     "--blocks two": ["--blocks two: must be a whole number"],

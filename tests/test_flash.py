@@ -85,7 +85,7 @@ def test_output_and_gradients_equal_those_of_xla(shape, documents, interpreted):
 @pytest.mark.parametrize(
     "mesh, flags",
     [
-        ((2, 2, 1), dict(blocks=2, layers_per_block=1, remat="full")),
+        ((2, 2, 1), dict(blocks=2, layers_per_block=1, remat="attention")),
         ((1, 1, 2), dict(SMALL_QWEN3, blocks=1, remat="none")),
     ],
 )

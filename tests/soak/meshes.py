@@ -29,7 +29,7 @@ DEEPSEEK_MODEL |= dict(q_latent_dim=[-1, 0, 10], embedding_norm=[False, True], t
 DEEPSEEK_MODEL["experts"] = ["tiles", "buckets"]
 # of flags that say how a model and its batch are spread, and may not change a result
 SPREAD = dict(accumulation_steps=[1, 1, 2, 4], pp_interleave=[1, 1, 2])
-SPREAD |= dict(fsdp=["full", "hoist", "none"], remat=["none", "dots", "full"])
+SPREAD |= dict(fsdp=["full", "hoist", "none"], remat=["none", "dots", "attention", "full"])
 SPREAD |= dict(sequence_parallel=["megatron", "ulysses"], attention=["xla", "blockwise"])
 PLAIN = dict(fsdp="none", remat="none", attention="xla")  # the plainest way of each thing
 
