@@ -11,7 +11,8 @@ usage: bash setup_tpu.sh [extra ...]      make or complete the virtual environme
 Installs the dependencies in pyproject.toml, jax for the accelerator that it finds, and the extras named (test;
 gs and s3 for storage).
 
-  PYTHON=...           Python to build on; without it the first usable one that is found, or one fetched by uv
+  PYTHON=...           Python to build on; without it 3.13 or 3.12, which have the newest jax, else the first usable
+                       one that is found, or one fetched by uv
   VENV=...             folder of the environment, relative to the repository (.venv)
   JAX_PLATFORMS=cpu    leave an accelerator alone; tpu or cuda: take it as present
 HELP
@@ -48,10 +49,10 @@ quietly() {
   }
 }
 
-# The first Python that can build the environment: the machine's own, else a newer one under its full name.
+# The first Python that can build the environment: one that the newest jax supports, else the machine's own.
 find_python() {
   local python pyenv=${PYENV_ROOT:-${HOME:-}/.pyenv}/versions
-  for python in python3 python python3.13 python3.12 python3.11 "$pyenv"/3.1[123].*/bin/python; do
+  for python in python3.13 python3.12 python3 python python3.11 "$pyenv"/3.1[123].*/bin/python; do
     if version "$python" "$BUILDS" >/dev/null; then
       echo "$python"
       return
