@@ -20,16 +20,18 @@ def open_weights(folder):
     places them like `abstract`, of `steps.abstract_params`. `folder` is a run directory, whose newest sound checkpoint
     is taken, in the Hugging Face format, or a name of `hub.is_on_hub`, whose weights load_weights downloads. Raises
     UserError where it is none of these."""
-    if hub.is_on_hub(folder):
-        return open_hub(folder)
-    config = read_json(folder, "config.json")
+    local = hub.folder_of(folder)
+    config = read_json(local, "config.json")
     if "model_type" in config:
-        if is_remote(folder):
+        if is_remote(local):
             raise UserError(
                 f"{folder}: a folder in the Hugging Face format must be local; copy it with the storage's own tool."
             )
-        flags = hugging_face.model_flags(config, folder)
-        return flags, functools.partial(hugging_face.load, folder)
+
+        def load(abstract):
+            return hugging_face.load(on_all(lambda: hub.download(folder)), abstract)
+
+        return hugging_face.model_flags(config, local), load
     if "model_dimension" not in config:
         raise UserError(
             f"{folder}: neither a run directory nor a folder in the Hugging Face format (each holds a config.json)"
@@ -42,13 +44,6 @@ def open_weights(folder):
     explain = functools.partial(settings.other_flags, cfg)
     checkpoints = Checkpoints(os.path.join(folder, "checkpoints"), explain=explain)
     return flags, checkpoints.restore_params
-
-
-def open_hub(name):
-    """`open_weights` of a model of the hub."""
-    folder = hub.folder_of(name)
-    flags = hugging_face.model_flags(read_json(folder, "config.json"), folder)
-    return flags, lambda abstract: hugging_face.load(on_all(lambda: hub.download(name)), abstract)
 
 
 HINTS = {  # nanoGPT's words for --init_from
