@@ -200,7 +200,8 @@ class Options:
 
 def parse(argv):
     """Command line -> (own flags, [(name, Config)]). Raises UserError."""
-    own, flags = utils.read_own_flags(Options, argv, "tools/bench.py")
+    values, flags = parser.read_words(Options, argv, "tools/bench.py", others=utils.Config)
+    own = Options(**values)
     configurations = []
     for variant in own.vary or [""]:
         words = re.sub(r"(\S+)", r"--\1", variant)  # "a=1,2 no_b" -> --a 1 2 --no_b
