@@ -337,7 +337,7 @@ def print_setup(cfg, corpus, val_corpus):
     for part in [*corpus.corpora, *val_corpus.corpora]:
         if part.unverified and jax.process_index() == 0:
             say(part.unverified)
-    say(f"{math.prod(steps.batch_shape(cfg)):,} tokens a step")
+    say(f"{steps.tokens_per_step(cfg):,} tokens a step")
 
 
 def open_tasks(cfg, mesh, encoding):

@@ -62,7 +62,7 @@ def prepare(cfg):
     return dict(
         device=mesh.devices.flat[0].device_kind,
         devices=mesh.size,
-        tokens_per_step=math.prod(steps.batch_shape(cfg)),
+        tokens_per_step=steps.tokens_per_step(cfg),
         flops_per_token=model.flops_per_token(cfg),
         compiler_bytes=used.argument_size_in_bytes + used.temp_size_in_bytes + new_outputs,
         compile_seconds=seconds,
