@@ -374,12 +374,15 @@ def write_config(cfg, data, corpus):
 
 
 def write_plan(cfg):
-    """`plan_of` the run, after writing it as plan.json: tools/page.py shows it beside the measured speed."""
-    if planned := plan_of(cfg):
-        from planning.plan import as_json
+    """The plan by formulas, which plan.json keeps: tools/page.py shows it beside the measured speed. None where the
+    devices' peak is not known."""
+    devices = jax.devices()[: cfg.run.n_devices]
+    if chips.chip_of(devices[0].device_kind) is None:
+        return None
+    from planning import plan  # here: a run on CPUs needs none of it
 
-        path = f"{cfg.run.folder}/plan.json"
-        on_main_process(lambda: write_json(path, as_json(planned)))
+    planned = plan.answer(cfg, plan.machine_of(devices))
+    on_main_process(lambda: write_json(f"{cfg.run.folder}/plan.json", plan.as_json(planned)))
     return planned
 
 
@@ -402,16 +405,6 @@ def memory_explained(cfg):
 
         machine = plan.machine_of(jax.devices()[: cfg.run.n_devices])
         raise UserError(plan.explain(cfg, machine, str(e))) from None
-
-
-def plan_of(cfg):
-    """The plan by formulas; None where the devices' peak is not known."""
-    devices = jax.devices()[: cfg.run.n_devices]
-    if chips.chip_of(devices[0].device_kind) is None:
-        return None
-    from planning import plan  # here: a run on CPUs needs none of it
-
-    return plan.answer(cfg, plan.machine_of(devices))
 
 
 def write_memory_profile(cfg, name):
