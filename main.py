@@ -16,6 +16,7 @@ import re
 import sys
 import time
 import traceback
+from importlib import import_module
 
 import utils
 from runtime import platforms
@@ -53,7 +54,7 @@ from runtime.processes import (
     on_main_process,
     together,
 )
-from training import events, settings, steps
+from training import settings, steps
 from training.bad_steps import BadSteps
 from training.meter import Goodput, Meter
 from training.optimizer import make_optimizer
@@ -72,7 +73,8 @@ def main(flags, began=None):
     of_weights = load_weights = None
     if asked.run.init_from:
         of_weights, load_weights = weights.open_weights(asked.run.init_from)
-    on_main_process(lambda: events.check(asked.run))
+    # its package may be missing
+    on_main_process(lambda: asked.run.tensorboard and import_module("training.events"))
     with alone_in_folder(asked.run):
         stored = settings.stored_config(asked.run.folder)
         shards = manifests(asked, "train", "val")

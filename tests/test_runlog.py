@@ -18,7 +18,7 @@ import utils
 from planning import machines, plan
 from presets import preset
 from runtime import chips, files
-from training import events, meter, runlog, settings
+from training import meter, runlog, settings
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_tensorboard_reads_from_a_bucket_what_was_uploaded(bucket, tmp_path, acc
     log.rewind(1)
     log.metrics({"step": 2, "lr": 2.0})
     log.close()
-    for path in fs.glob(f"{address}/run/{events.BEGINNING}*"):
+    for path in fs.glob(f"{address}/run/events.out.tfevents.*"):
         fs.get_file(path, str(tmp_path / path.split("/")[-1]))
     assert scalars(accumulator(str(tmp_path))) == [(1, "lr", 0.5), (2, "lr", 2.0)]
 
