@@ -9,7 +9,7 @@ import utils
 from data import tokenization
 from inference import hub, hugging_face
 from runtime.files import is_remote, read_json
-from runtime.messages import UserError, nearest, say
+from runtime.messages import UserError, nearest, warn
 from runtime.processes import on_all
 from training import settings
 from training.checkpointing import Checkpoints
@@ -71,7 +71,7 @@ def positions(folder, T):
     return most if isinstance(most, int) else T
 
 
-def check_tokenizer(where, folder, shards, flag="", warn=say):
+def check_tokenizer(where, folder, shards, flag=""):
     """Raises UserError where the ids of `shards`, as `dataset.manifests` lists them, mean other tokens than the weights
     in `folder` know; warns where that is not known. where: begins the message; flag: --tokenizer of the shards."""
     local = hub.folder_of(folder)
@@ -92,6 +92,6 @@ def check_tokenizer(where, folder, shards, flag="", warn=say):
             )
     if unknown:
         warn(
-            f"warning: {where}: nothing tells whether the tokenizer of {folder} made the shards in "
+            f"{where}: nothing tells whether the tokenizer of {folder} made the shards in "
             f"{', '.join(unknown)}; if another did, their ids mean other tokens"
         )

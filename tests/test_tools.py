@@ -1,5 +1,6 @@
 """The programs that use a trained model: what they print is what a plain loop over the model says."""
 
+import contextlib
 import io
 import json
 import math
@@ -225,9 +226,9 @@ def shards_of(folder, ranks, ending, name=None):
 
 def check(model, shards):
     """What `check_tokenizer` warns of; raises its UserError."""
-    said = []
-    weights.check_tokenizer("--init_from x", str(model), shards, warn=said.append)
-    return "\n".join(said)
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        weights.check_tokenizer("--init_from x", str(model), shards)
+    return said.getvalue()
 
 
 @pytest.mark.parametrize("of_shards", [".tiktoken", ".json"])
