@@ -11,11 +11,9 @@ if __name__ in ("__main__", "__mp_main__"):
 import contextlib
 import functools
 import math
-import os
 import re
 import sys
 import time
-import traceback
 from importlib import import_module
 
 import utils
@@ -48,7 +46,7 @@ from runtime.processes import (
     Watchdog,
     alone_in_folder,
     check_agreement,
-    end_if_lost,
+    end_at_once,
     join_processes,
     on_all,
     on_main_process,
@@ -454,22 +452,6 @@ def run(flags):
         sys.stdout.flush()
         interrupts.end(status, "")
     return status
-
-
-def end_at_once(error):
-    """Print the error and end this process, one of several. At a usual exit jax would wait for the others, which wait
-    for this one, and end in a stack trace."""
-    status = 2
-    words = f"error: {error}"
-    if not isinstance(error, UserError):
-        end_if_lost(error)
-        status = 1
-        words = "".join(traceback.format_exception(error))
-    sys.stdout.flush()
-    print(words, file=sys.stderr, flush=True)
-    if jax.process_index() == 0:
-        time.sleep(2)  # when it ends the others end too; they may be about to print the same error
-    os._exit(status)
 
 
 if __name__ == "__main__":
