@@ -59,7 +59,7 @@ class Corpus:
         # mean number of UTF-8 bytes of a token, None where no manifest tells
         self.bytes_per_token = made["bytes"] / made["tokens"] if made else None
         self.tokenizer = shards_tokenizer(root, made, cfg.data.tokenizer)
-        warning = f"warning: {self.folder} has no {manifest.NAME}, so its shards are not verified"
+        warning = f"{self.folder} has no {manifest.NAME}, so its shards are not verified"
         self.unverified = "" if made else warning
         if made.get("vocab_size", 0) > self.vocab_size:
             raise UserError(

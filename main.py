@@ -11,16 +11,15 @@ if __name__ in ("__main__", "__mp_main__"):
 import contextlib
 import functools
 import math
-import os
 import re
 import sys
 import time
-import traceback
+from importlib import import_module
 
 import utils
 from runtime import platforms
 from runtime.files import write_file, write_json
-from runtime.messages import UserError, one_sentence, say
+from runtime.messages import UserError, one_sentence, say, warn
 from training import command_line
 
 if __name__ == "__main__":  # flags for XLA must be in the environment before jax is imported
@@ -47,13 +46,13 @@ from runtime.processes import (
     Watchdog,
     alone_in_folder,
     check_agreement,
-    end_if_lost,
+    end_at_once,
     join_processes,
     on_all,
     on_main_process,
     together,
 )
-from training import events, settings, steps
+from training import settings, steps
 from training.bad_steps import BadSteps
 from training.meter import Goodput, Meter
 from training.optimizer import make_optimizer
@@ -72,7 +71,8 @@ def main(flags, began=None):
     of_weights = load_weights = None
     if asked.run.init_from:
         of_weights, load_weights = weights.open_weights(asked.run.init_from)
-    on_main_process(lambda: events.check(asked.run))
+    # its package may be missing
+    on_main_process(lambda: asked.run.tensorboard and import_module("training.events"))
     with alone_in_folder(asked.run):
         stored = settings.stored_config(asked.run.folder)
         shards = manifests(asked, "train", "val")
@@ -336,8 +336,8 @@ def print_setup(cfg, corpus, val_corpus):
         say(words)
     for part in [*corpus.corpora, *val_corpus.corpora]:
         if part.unverified and jax.process_index() == 0:
-            say(part.unverified)
-    say(f"{math.prod(steps.batch_shape(cfg)):,} tokens a step")
+            warn(part.unverified)
+    say(f"{steps.tokens_per_step(cfg):,} tokens a step")
 
 
 def open_tasks(cfg, mesh, encoding):
@@ -374,12 +374,15 @@ def write_config(cfg, data, corpus):
 
 
 def write_plan(cfg):
-    """`plan_of` the run, after writing it as plan.json: tools/page.py shows it beside the measured speed."""
-    if planned := plan_of(cfg):
-        from planning.plan import as_json
+    """The plan by formulas, which plan.json keeps: tools/page.py shows it beside the measured speed. None where the
+    devices' peak is not known."""
+    devices = jax.devices()[: cfg.run.n_devices]
+    if chips.chip_of(devices[0].device_kind) is None:
+        return None
+    from planning import plan  # here: a run on CPUs needs none of it
 
-        path = f"{cfg.run.folder}/plan.json"
-        on_main_process(lambda: write_json(path, as_json(planned)))
+    planned = plan.answer(cfg, plan.machine_of(devices))
+    on_main_process(lambda: write_json(f"{cfg.run.folder}/plan.json", plan.as_json(planned)))
     return planned
 
 
@@ -402,16 +405,6 @@ def memory_explained(cfg):
 
         machine = plan.machine_of(jax.devices()[: cfg.run.n_devices])
         raise UserError(plan.explain(cfg, machine, str(e))) from None
-
-
-def plan_of(cfg):
-    """The plan by formulas; None where the devices' peak is not known."""
-    devices = jax.devices()[: cfg.run.n_devices]
-    if chips.chip_of(devices[0].device_kind) is None:
-        return None
-    from planning import plan  # here: a run on CPUs needs none of it
-
-    return plan.answer(cfg, plan.machine_of(devices))
 
 
 def write_memory_profile(cfg, name):
@@ -459,22 +452,6 @@ def run(flags):
         sys.stdout.flush()
         interrupts.end(status, "")
     return status
-
-
-def end_at_once(error):
-    """Print the error and end this process, one of several. At a usual exit jax would wait for the others, which wait
-    for this one, and end in a stack trace."""
-    status = 2
-    words = f"error: {error}"
-    if not isinstance(error, UserError):
-        end_if_lost(error)
-        status = 1
-        words = "".join(traceback.format_exception(error))
-    sys.stdout.flush()
-    print(words, file=sys.stderr, flush=True)
-    if jax.process_index() == 0:
-        time.sleep(2)  # when it ends the others end too; they may be about to print the same error
-    os._exit(status)
 
 
 if __name__ == "__main__":

@@ -116,19 +116,13 @@ PRESETS = {
 }
 
 
-def flags_of(name):
-    """{flag: value} of the preset of that name. Raises UserError where there is none."""
+def preset(name):
+    """The configuration that `--preset name` stands for. Raises UserError where there is none."""
     if name not in PRESETS:
         raise UserError(
             f"--preset {name}: no such preset{nearest(name, PRESETS)}; there are {', '.join(PRESETS)}."
         )
     flags, _ = read_words(Config, shlex.split(PRESETS[name]), "presets.py")
-    return flags
-
-
-def preset(name):
-    """The configuration that `--preset name` stands for. Raises UserError as `flags_of` does."""
-    flags = flags_of(name)
     if "training_steps" in flags:
         flags["end_steps"] = flags["training_steps"]
     if "architecture" in flags:  # asking for another than the default one imports jax

@@ -358,12 +358,6 @@ def read_flags(kind, argv, program):
     return kind(**parser.read_words(kind, argv, program)[0])
 
 
-def read_own_flags(kind, argv, program):
-    """(an instance of the dataclass `kind`, the words left over) of a program that takes the flags of main.py too."""
-    given, rest = parser.read_words(kind, argv, program, others=Config)
-    return kind(**given), rest
-
-
 def read_values(flags, where, names=None, advice=""):
     """{flag: value} that the JSON file `where` means. names: {flag: what it is called there}. Raises UserError."""
     read = {}

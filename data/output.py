@@ -20,7 +20,7 @@ from data.encoding import COUNTS
 from data.splits import SPLITS, Seen, choose_validation
 from data.storage import BLOCK, list_shards
 from data.tokenization import keep_tokenizer
-from runtime.files import filesystem, read_file, write_file
+from runtime.files import ask, read_file, write_file
 from runtime.messages import UserError, first_line
 
 PROGRESS = "progress.npz"
@@ -239,5 +239,4 @@ class Output:
     def forget_progress(self):
         """Remove progress.npz, also that of a run that was killed just before it would have done so."""
         if self.load():
-            fs, path = filesystem(os.path.join(self.path, PROGRESS))
-            fs.rm_file(path)
+            ask(os.path.join(self.path, PROGRESS), "rm_file")

@@ -11,7 +11,7 @@ import zlib
 
 import numpy as np
 
-from runtime.files import filesystem, is_remote, persist, replacing
+from runtime.files import ask, is_remote, replacing
 from runtime.messages import UserError
 
 BLOCK = 1 << 20  # bytes of a shard that are read, verified and kept together
@@ -22,9 +22,8 @@ KEPT = re.compile(r"[0-9a-f]{40}-\d{1,9}(\.[0-9a-f]{16}\.part)?")
 
 def list_shards(folder):
     """{name: what the storage says of it} of the .npy files in a folder, local or remote; {} where there is none."""
-    fs, path = filesystem(folder)
     try:
-        infos = persist(lambda: fs.ls(path, detail=True), folder)
+        infos = ask(folder, "ls", detail=True)
     except (FileNotFoundError, NotADirectoryError):
         return {}
     found = {os.path.basename(info["name"]): info for info in infos}
@@ -101,7 +100,6 @@ class Shard:
         identity = repr((path, sorted(map(repr, info.items()))))
         self.key = about.get("sha256") or hashlib.sha256(identity.encode()).hexdigest()
         self.is_remote = is_remote(path)
-        self.fs, self.path_in_fs = filesystem(path)
 
     @functools.cached_property
     def mapped(self):  # uint8 [size], of a local file
@@ -174,9 +172,8 @@ class Shard:
 
     def _fetch(self, start, stop):
         """The bytes start .. stop of a remote file."""
-        fetch = functools.partial(self.fs.cat_file, self.path_in_fs, start=start, end=stop)
         try:
-            return persist(fetch, self.path)
+            return ask(self.path, "cat_file", start=start, end=stop)
         except FileNotFoundError:
             raise UserError(f"--data: {self.path} is missing; make it again.") from None
 

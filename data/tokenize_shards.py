@@ -60,7 +60,7 @@ class Options(Source):
     this repository, and a source of text files, at the same paths."""
 
 
-def parse():
+def main():
     args = read_flags(Options, sys.argv[1:], "data/tokenize_shards.py")
     local = args.source != "stdlib" and not is_remote(args.source) and not is_remote(args.output)
     source = Path(args.source).resolve()
@@ -70,11 +70,7 @@ def parse():
         raise UserError(
             f"--output {args.output}: must not lie in --source {args.source}, whose files are documents."
         )
-    return args
-
-
-def main():
-    tokenize(parse())
+    tokenize(args)
 
 
 def tokenize(args):

@@ -82,17 +82,13 @@ class Options(Source):
     """File of ranks to write; its name must end in .tiktoken."""
 
 
-def parse():
+def main():
     args = read_flags(Options, sys.argv[1:], "data/train_tokenizer.py")
     if not args.output.endswith(".tiktoken"):
         raise UserError(f"--output {args.output}: the name must end in .tiktoken.")
     if not is_remote(args.output):
         check_place(args.output, "--output")
-    return args
-
-
-def main():
-    args, start = parse(), time.monotonic()
+    start = time.monotonic()
     texts = sample(open_source(args))
     if not any(texts):
         raise no_text(args, many(len(texts), "empty document"))

@@ -71,23 +71,16 @@ def weight_files(folder):
 def files_of(folder):
     """{name of tensor: `Stored`} of a folder's safetensors. Raises UserError for files that are missing or torn."""
     found = {}
-    for name in weight_files(folder):
-        found |= header(os.path.join(folder, name))
-    return found
-
-
-def header(path):
-    """{name of tensor: `Stored`} of one file."""
-    if not os.path.isfile(path):
-        raise UserError(f"{path} is missing; a folder in the Hugging Face format holds it.")
-    found = {}
-    try:
-        with safe_open(path, "numpy") as f:
-            for name in f.keys():
-                tensor = f.get_slice(name)
-                found[name] = Stored(path, tuple(tensor.get_shape()), tensor.get_dtype())
-    except Exception as e:  # safetensors has an error of its own, and others
-        raise UserError(f"{path} cannot be read ({e}); copy it again.") from None
+    for path in [os.path.join(folder, name) for name in weight_files(folder)]:
+        if not os.path.isfile(path):
+            raise UserError(f"{path} is missing; a folder in the Hugging Face format holds it.")
+        try:
+            with safe_open(path, "numpy") as f:
+                for name in f.keys():
+                    tensor = f.get_slice(name)
+                    found[name] = Stored(path, tuple(tensor.get_shape()), tensor.get_dtype())
+        except Exception as e:  # safetensors has an error of its own, and others
+            raise UserError(f"{path} cannot be read ({e}); copy it again.") from None
     return found
 
 

@@ -9,7 +9,7 @@ import utils
 from data import tokenization
 from inference import hub, hugging_face
 from runtime.files import is_remote, read_json
-from runtime.messages import UserError, nearest, say
+from runtime.messages import UserError, nearest, warn
 from runtime.processes import on_all
 from training import settings
 from training.checkpointing import Checkpoints
@@ -20,16 +20,18 @@ def open_weights(folder):
     places them like `abstract`, of `steps.abstract_params`. `folder` is a run directory, whose newest sound checkpoint
     is taken, in the Hugging Face format, or a name of `hub.is_on_hub`, whose weights load_weights downloads. Raises
     UserError where it is none of these."""
-    if hub.is_on_hub(folder):
-        return open_hub(folder)
-    config = read_json(folder, "config.json")
+    local = hub.folder_of(folder)
+    config = read_json(local, "config.json")
     if "model_type" in config:
-        if is_remote(folder):
+        if is_remote(local):
             raise UserError(
                 f"{folder}: a folder in the Hugging Face format must be local; copy it with the storage's own tool."
             )
-        flags = hugging_face.model_flags(config, folder)
-        return flags, functools.partial(hugging_face.load, folder)
+
+        def load(abstract):
+            return hugging_face.load(on_all(lambda: hub.download(folder)), abstract)
+
+        return hugging_face.model_flags(config, local), load
     if "model_dimension" not in config:
         raise UserError(
             f"{folder}: neither a run directory nor a folder in the Hugging Face format (each holds a config.json)"
@@ -42,13 +44,6 @@ def open_weights(folder):
     explain = functools.partial(settings.other_flags, cfg)
     checkpoints = Checkpoints(os.path.join(folder, "checkpoints"), explain=explain)
     return flags, checkpoints.restore_params
-
-
-def open_hub(name):
-    """`open_weights` of a model of the hub."""
-    folder = hub.folder_of(name)
-    flags = hugging_face.model_flags(read_json(folder, "config.json"), folder)
-    return flags, lambda abstract: hugging_face.load(on_all(lambda: hub.download(name)), abstract)
 
 
 HINTS = {  # nanoGPT's words for --init_from
@@ -76,7 +71,7 @@ def positions(folder, T):
     return most if isinstance(most, int) else T
 
 
-def check_tokenizer(where, folder, shards, flag="", warn=say):
+def check_tokenizer(where, folder, shards, flag=""):
     """Raises UserError where the ids of `shards`, as `dataset.manifests` lists them, mean other tokens than the weights
     in `folder` know; warns where that is not known. where: begins the message; flag: --tokenizer of the shards."""
     local = hub.folder_of(folder)
@@ -97,6 +92,6 @@ def check_tokenizer(where, folder, shards, flag="", warn=say):
             )
     if unknown:
         warn(
-            f"warning: {where}: nothing tells whether the tokenizer of {folder} made the shards in "
+            f"{where}: nothing tells whether the tokenizer of {folder} made the shards in "
             f"{', '.join(unknown)}; if another did, their ids mean other tokens"
         )

@@ -101,7 +101,7 @@ def answer(cfg, machine, compiled=None, refused=None):
     seconds = computing | by_links(rows, "seconds")
     # a CPU's program on one device: XLA estimates none of it
     step = sum(seconds.values()) or math.nan
-    tokens = math.prod(steps.batch_shape(cfg))
+    tokens = steps.tokens_per_step(cfg)
     of_model = model.flops_per_token(cfg) * tokens / machine.n
     hours = step * cfg.run.training_steps / 3600
     return SimpleNamespace(

@@ -177,6 +177,24 @@ def replacing(path, lasting=True):
         interrupts.given_back.remove(remove)
 
 
+@contextlib.contextmanager
+def appearing(folder):
+    """A new folder that becomes `folder` when all is written, and is removed where that fails. Raises UserError."""
+    path = os.path.normpath(folder)
+    remove_parts(*os.path.split(path))
+    part = part_of(path)
+    try:
+        os.makedirs(part)
+        with locked(part):
+            yield part
+            os.sync()
+            os.rename(part, folder)
+    except OSError as e:
+        raise UserError(f"{folder}: cannot be written ({e.strerror or e}).") from None
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
 def write_file(path, content):
     """Write bytes or text to a path or address; a reader sees the old content or the new. Raises UserError."""
     content = content.encode() if isinstance(content, str) else content

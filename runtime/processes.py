@@ -10,6 +10,7 @@ import statistics
 import sys
 import threading
 import time
+import traceback
 import zlib
 from collections import deque
 
@@ -30,11 +31,23 @@ LOSS = re.compile(
 )
 
 
-def end_if_lost(error):
-    """End this process where an error means that another one was lost."""
-    if LOSS.search(str(error)):
-        what = "another process of this run was lost; its log says why"
-        interrupts.end(75, f"error: {what}, and the same command on all resumes from a checkpoint.")
+def end_at_once(error):
+    """Print the error and end this process, one of several. At a usual exit jax would wait for the others, which wait
+    for this one, and end in a stack trace."""
+    status = 2
+    words = f"error: {error}"
+    if not isinstance(error, UserError):
+        if LOSS.search(str(error)):
+            what = "another process of this run was lost; its log says why"
+            advice = "and the same command on all resumes from a checkpoint."
+            interrupts.end(75, f"error: {what}, {advice}")
+        status = 1
+        words = "".join(traceback.format_exception(error))
+    sys.stdout.flush()
+    print(words, file=sys.stderr, flush=True)
+    if jax.process_index() == 0:
+        time.sleep(2)  # when it ends the others end too; they may be about to print the same error
+    os._exit(status)
 
 
 def join_processes(cfg):

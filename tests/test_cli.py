@@ -2,6 +2,7 @@
 
 import dataclasses
 import fnmatch
+import functools
 import json
 import os
 import random
@@ -55,7 +56,7 @@ def test_every_flag_reaches_its_field_and_no_other(name, byte_ranks):
     cfg, given = command_line.parse(flags_of(**{name: value}))
     now = utils.flatten(cfg)
     assert given == {name} and now[name] == value
-    of_preset = {*presets.flags_of("tiny"), "name", "end_steps"}
+    of_preset = {*re.findall(r"--(\w+)", presets.PRESETS["tiny"]), "name", "end_steps"}
     follow = dict(preset=of_preset, tokenizer={"vocab_size"}).get(name, set())
     changed = {n for n in default if now[n] != default[n]}
     assert {name} <= changed <= {name} | follow
@@ -364,16 +365,17 @@ def test_the_users_xla_flags_win(monkeypatch):
 
 
 def test_a_program_names_the_nearest_flag_and_takes_the_flags_of_main_py_too():
+    read = functools.partial(parser.read_words, others=utils.Config)
     for kind, words, nearest in (
         (bench.Options, "--blokcs=3", "--blocks"),
         (hf.Options, "export a b --dtype flaot32", "float32"),
     ):
         said = f"; the nearest is {nearest}; see --help."
-        refusal(lambda: utils.read_own_flags(kind, words.split(), "program"), said)
+        refusal(lambda: read(kind, words.split(), "program"), said)
     words = "--steps 3 --blocks 4 --no-wandb --n_device_axis 1 2 3 --tied --prompt --- --alpha=0.5"
-    own, rest = utils.read_own_flags(bench.Options, words.split(), "bench.py")
+    own, rest = read(bench.Options, words.split(), "bench.py")
     wanted = "--blocks 4 --no-wandb --n_device_axis 1 2 3 --tied --prompt --- --alpha=0.5"
-    assert own.steps == 3 and rest == wanted.split()
+    assert own == {"steps": 3} and rest == wanted.split()
 
 
 BY_THREES = dict(microbatches=3, train_batch_size=9, val_batch_size=18)

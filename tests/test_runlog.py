@@ -18,7 +18,7 @@ import utils
 from planning import machines, plan
 from presets import preset
 from runtime import chips, files
-from training import events, meter, runlog, settings
+from training import meter, runlog, settings
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_tensorboard_reads_from_a_bucket_what_was_uploaded(bucket, tmp_path, acc
     log.rewind(1)
     log.metrics({"step": 2, "lr": 2.0})
     log.close()
-    for path in fs.glob(f"{address}/run/{events.BEGINNING}*"):
+    for path in fs.glob(f"{address}/run/events.out.tfevents.*"):
         fs.get_file(path, str(tmp_path / path.split("/")[-1]))
     assert scalars(accumulator(str(tmp_path))) == [(1, "lr", 0.5), (2, "lr", 2.0)]
 
@@ -90,8 +90,9 @@ def pace_of(speed):
     return SimpleNamespace(since_last=lambda: measured, seconds_for=lambda steps: 2.0 * steps)
 
 
-def test_a_line_says_whether_a_run_is_well(capsys, monkeypatch):
-    cfg = settings.validate(utils.replace(preset("tiny"), n_device_axis=(4, 1, 1)), 4)
+def test_a_line_says_whether_a_run_is_well(tmp_path, capsys, monkeypatch):
+    flags = dict(n_device_axis=(4, 1, 1), output_dir=str(tmp_path))
+    cfg = settings.validate(utils.replace(preset("tiny"), **flags), 4)
     progress = runlog.Progress(cfg, 4.0)
     progress.print(row(5.5), pace_of(9000), None)
     first = capsys.readouterr().out
@@ -104,7 +105,7 @@ def test_a_line_says_whether_a_run_is_well(capsys, monkeypatch):
 
     monkeypatch.setattr(chips, "chip_of", lambda kind: chips.CHIPS["v4"])
     planned = plan.answer(cfg, machines.parse_machine("v4:2x2x1"))
-    progress = runlog.Progress(cfg, plan=main.plan_of(cfg))
+    progress = runlog.Progress(cfg, plan=main.write_plan(cfg))
     progress.print(row(5.5), pace_of(planned.tokens_per_second / 4), None)
     line = capsys.readouterr().out
     # how the chips are wired is not known

@@ -1,5 +1,6 @@
 """The programs that use a trained model: what they print is what a plain loop over the model says."""
 
+import contextlib
 import io
 import json
 import math
@@ -22,6 +23,7 @@ from dataset import Corpus
 from inference import decoding, weights
 from tools import common, evaluate, hf, sample
 from training import settings, steps
+from training.checkpointing import Checkpoints
 
 MESH = dict(n_device_axis=(2, 2, 2), n_devices=8)
 PROMPTS = ("a", "", "several words, é", "12")
@@ -41,7 +43,9 @@ def make_run(folder, **flags):
         return 3 * x + (0 if of_tokens else rng.normal(0, 0.02, x.shape).astype("f4"))
 
     params = jax.tree_util.tree_map_with_path(louder, make_params(cfg, mesh))
-    hf.save_weights(str(folder / "run"), params, "run")
+    checkpoints = Checkpoints(str(folder / "run/checkpoints"), keep=1)
+    checkpoints.save(0, {"params": params}, 0, {})
+    checkpoints.close()
     config = utils.flatten(cfg) | dict(data_fingerprint="x")
     config["encoding"] = tokenization.keep_tokenizer(str(folder / "run"), str(ranks))
     (folder / "run" / "config.json").write_text(json.dumps(config))
@@ -222,9 +226,9 @@ def shards_of(folder, ranks, ending, name=None):
 
 def check(model, shards):
     """What `check_tokenizer` warns of; raises its UserError."""
-    said = []
-    weights.check_tokenizer("--init_from x", str(model), shards, warn=said.append)
-    return "\n".join(said)
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        weights.check_tokenizer("--init_from x", str(model), shards)
+    return said.getvalue()
 
 
 @pytest.mark.parametrize("of_shards", [".tiktoken", ".json"])

@@ -62,7 +62,7 @@ def prepare(cfg):
     return dict(
         device=mesh.devices.flat[0].device_kind,
         devices=mesh.size,
-        tokens_per_step=math.prod(steps.batch_shape(cfg)),
+        tokens_per_step=steps.tokens_per_step(cfg),
         flops_per_token=model.flops_per_token(cfg),
         compiler_bytes=used.argument_size_in_bytes + used.temp_size_in_bytes + new_outputs,
         compile_seconds=seconds,
@@ -200,7 +200,8 @@ class Options:
 
 def parse(argv):
     """Command line -> (own flags, [(name, Config)]). Raises UserError."""
-    own, flags = utils.read_own_flags(Options, argv, "tools/bench.py")
+    values, flags = parser.read_words(Options, argv, "tools/bench.py", others=utils.Config)
+    own = Options(**values)
     configurations = []
     for variant in own.vary or [""]:
         words = re.sub(r"(\S+)", r"--\1", variant)  # "a=1,2 no_b" -> --a 1 2 --no_b

@@ -1,6 +1,5 @@
 """What the programs here share: their flags, opening a model, text of tokens."""
 
-import math
 import sys
 from dataclasses import dataclass
 from typing import Literal
@@ -166,13 +165,6 @@ def stored_config(flags):
     flags = {name: flags[name] for name in flags.keys() & utils.FIELDS}
     flags["n_device_axis"] = tuple(flags["n_device_axis"])
     return utils.replace(utils.Config(), **flags)
-
-
-def tokens_per_step(cfg):
-    """Tokens of a training step on the whole mesh."""
-    from training import steps  # here: it imports jax
-
-    return math.prod(steps.batch_shape(cfg))
 
 
 def cell(value, error, form):

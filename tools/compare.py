@@ -25,7 +25,7 @@ from runtime.files import check_place, read_file, read_json, write_file
 from runtime.messages import UserError, warn
 from runtime.parser import place
 from tools import common
-from training import runlog, settings
+from training import runlog, settings, steps
 
 
 class Curve(NamedTuple):
@@ -59,7 +59,7 @@ def read_curve(folder):
     evaluated = [row for row in rows if "loss/val_cross_entropy_loss" in row]
     if not evaluated:
         raise UserError(f"{folder}: its metrics.jsonl holds no evaluation yet.")
-    per_step = common.tokens_per_step(cfg)
+    per_step = steps.tokens_per_step(cfg)
     batch = cfg.data.val_batch_size * cfg.run.n_device_axis[0]
     return Curve(
         folder=folder,

@@ -20,7 +20,7 @@ import utils
 from data import tokenization
 from runtime import interrupts
 from runtime.files import check_place, is_remote, read_file, to_json, write_file
-from runtime.messages import UserError
+from runtime.messages import UserError, warn
 from tools import common
 
 if __name__ == "__main__":
@@ -51,8 +51,7 @@ def open_shards(options, cfg, path):
         return None
     root, name = os.path.split(folder.rstrip("/"))
     shards = [(root, folder, manifest.read(folder))]
-    warn = functools.partial(print, file=sys.stderr)  # stdout may be one JSON object
-    weights.check_tokenizer(f"--data {path}", options.model, shards, warn=warn)
+    weights.check_tokenizer(f"--data {path}", options.model, shards)
     corpus = Corpus(cfg, root, name)
     if corpus.unverified:
         warn(corpus.unverified)

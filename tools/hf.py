@@ -10,7 +10,6 @@ python tools/hf.py push runs/deepseek-tiny user/name       checkpoint -> reposit
 if not __package__:
     import begin
 
-import contextlib
 import functools
 import math
 import os
@@ -30,15 +29,7 @@ from tokenizers import pre_tokenizers
 import utils
 from data import tokenization
 from inference import hub, hugging_face, weights
-from runtime.files import (
-    is_remote,
-    locked,
-    part_of,
-    read_json,
-    remove_parts,
-    write_file,
-    write_json,
-)
+from runtime.files import appearing, is_remote, read_json, write_file, write_json
 from runtime.messages import UserError, first_line, say
 from runtime.parser import place
 from tools import common
@@ -65,7 +56,11 @@ def import_folder(folder, run_dir):
             config["encoding"] = tokenization.keep_tokenizer(part, tokenizer)
         else:
             say(f"warning: {folder} has no tokenizer.json, so the run can't turn text into tokens")
-        save_weights(part, params, run_dir)
+        checkpoints = checkpointing.Checkpoints(f"{part}/checkpoints", keep=1)
+        checkpoints.save(0, {"params": params}, 0, {})
+        checkpoints.close()
+        if checkpoints.saved is None:
+            raise UserError(f"{run_dir}: the checkpoint could not be written there.")
         write_json(f"{part}/config.json", config)
     count = steps.count_in_words(cfg)
     say(f"{run_dir}: {count}; main.py --init_from {run_dir} begins a run with them")
@@ -126,33 +121,6 @@ def config_of_one_device(flags, model):
     """The Config of a model with these flags on one device."""
     one = common.Options(model=model, n_device_axis=(1, 1, 1), n_devices=1)
     return settings.validate(common.config_of(one, flags), jax.device_count())
-
-
-def save_weights(folder, params, run_dir):
-    """Write a checkpoint of the parameters alone. Raises UserError naming `run_dir` where that fails."""
-    checkpoints = checkpointing.Checkpoints(f"{folder}/checkpoints", keep=1)
-    checkpoints.save(0, {"params": params}, 0, {})
-    checkpoints.close()
-    if checkpoints.saved is None:
-        raise UserError(f"{run_dir}: the checkpoint could not be written there.")
-
-
-@contextlib.contextmanager
-def appearing(folder):
-    """A new folder that becomes `folder` when all is written, and is removed where that fails. Raises UserError."""
-    path = os.path.normpath(folder)
-    remove_parts(*os.path.split(path))
-    part = part_of(path)
-    try:
-        os.makedirs(part)
-        with locked(part):
-            yield part
-            os.sync()
-            os.rename(part, folder)
-    except OSError as e:
-        raise UserError(f"{folder}: cannot be written ({e.strerror or e}).") from None
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
 def export_tokenizer(folder, run_dir, m):

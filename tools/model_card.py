@@ -4,7 +4,7 @@ import os
 
 from runtime.files import read_file, read_json
 from tools import common
-from training import settings
+from training import settings, steps
 from training.runlog import read_rows
 
 UNKNOWN = "These weights were imported; how they were trained is not known here."
@@ -45,7 +45,7 @@ print(generate({prompt!r}, max_new_tokens=64)[0]["generated_text"])
 def training(flags, rows):
     """What config.json and the rows of metrics.jsonl say of a run, in Markdown."""
     step = rows[-1]["step"]
-    batch = common.tokens_per_step(common.stored_config(flags))
+    batch = steps.tokens_per_step(common.stored_config(flags))
     planned = f"{flags['training_steps']:,} steps planned"
     facts = {
         "tokens": f"{step * batch:,} ({step:,} steps of {batch:,}; {planned})",

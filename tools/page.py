@@ -73,6 +73,7 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from tools.completions import Engine, Refused, read_parameters
+from training import steps
 
 MOST_BYTES = 2**20  # of a request
 RECENT = 100  # the last rows of the log, which show how a run is doing
@@ -125,7 +126,7 @@ class Run:
         newest = self.rows[-1]
         evaluated = next((row for row in reversed(self.rows) if "loss/val_loss" in row), {})
         spent = spent_in(newest)
-        tokens = common.tokens_per_step(common.stored_config(self.config))
+        tokens = steps.tokens_per_step(common.stored_config(self.config))
         speed = statistics.median(row["tokens_per_second"] for row in self.rows[-RECENT:])
         return dict(
             keys=sorted({*newest, *evaluated}),

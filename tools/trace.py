@@ -112,7 +112,7 @@ class Trace:
 def open_trace(run, name=""):
     """`Trace` of a run directory: of that name, or the newest. Raises UserError where there is none."""
     folder = os.path.join(run, profiling.FOLDER)
-    known = {one: read_json(folder, one, "about.json") for one in profiling.traces_of(run)}
+    known = {one: read_json(folder, one, "about.json") for one in sorted(names_in(folder))}
     known = {one: about for one, about in known.items() if about}  # it is written last
     if not known:
         raise UserError(f"{run}: holds no whole trace; train with --profile FIRST:LAST.")

@@ -246,7 +246,11 @@ class Checkpoints:
     def _newest_sound(self, args, steps):
         """((what `args` read of the first sound checkpoint of `steps`, its meta), those before, which are damaged);
         (None, []) where there are no checkpoints. Raises UserError where none is sound, or one is of another model."""
-        reader = lone_reader()
+        # for this process alone: one that finds damage would leave the others in Orbax's barriers
+        me = jax.process_index()
+        alone = ocp.options.MultiprocessingOptions(me, {me}, f"process{me}")
+        handler = ocp.CompositeCheckpointHandler()
+        reader = ocp.Checkpointer(handler, multiprocessing_options=alone)
         damaged = []
         for step in steps:
             found, reason = self._read(reader, step, args)
@@ -291,10 +295,3 @@ class Checkpoints:
         self.finish()
         self.watcher.shutdown()
         self.manager.close()
-
-
-def lone_reader():
-    """A reader for this process alone: one that finds damage would leave the others in Orbax's barriers."""
-    me = jax.process_index()
-    alone = ocp.options.MultiprocessingOptions(me, {me}, f"process{me}")
-    return ocp.Checkpointer(ocp.CompositeCheckpointHandler(), multiprocessing_options=alone)

@@ -1,21 +1,21 @@
 """The rows of metrics.jsonl once more, as event files of TensorBoard beside it (--tensorboard)."""
 
-import importlib.util
 import io
 import time
 
 from runtime.files import is_remote, names_in, write_file
 from runtime.messages import UserError
 
+try:
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.record_writer import RecordWriter
+except ImportError as e:
+    missing = f"its package cannot be imported ({e})"
+    raise UserError(f"--tensorboard: {missing}; bash setup_tpu.sh tensorboard adds it.") from None
+
 # TensorBoard reads all files whose names begin so, in their order.
 BEGINNING = "events.out.tfevents."
-
-
-def check(run):
-    """Raises UserError where --tensorboard was given and its package is missing."""
-    if run.tensorboard and not importlib.util.find_spec("tensorboard"):
-        missing = "the package tensorboard is not installed"
-        raise UserError(f"--tensorboard: {missing}; bash setup_tpu.sh tensorboard installs it.")
 
 
 class EventFile:
@@ -26,9 +26,6 @@ class EventFile:
 
     def __init__(self, folder, rows):
         """rows: those of metrics.jsonl so far, which are added where no file before has them."""
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
         self.folder = folder
         if any(name.startswith(BEGINNING) for name in names_in(folder)):
             rows = rows[-1:]
@@ -40,8 +37,6 @@ class EventFile:
 
     def restart(self, rows):
         """Have TensorBoard forget what it has read from the first of these rows on, and add them."""
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-
         start = SessionLog(status=SessionLog.START)
         first = rows[0]["step"] if rows else 0
         self.write(Event(session_log=start, step=first))
@@ -55,9 +50,6 @@ class EventFile:
 
     def add(self, row):
         """Append a row. In a bucket it can be read from the next `upload` on."""
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
         step, numbers = row["step"], row.items()
         values = [Summary.Value(tag=key, simple_value=v) for key, v in numbers if key != "step"]
         self.write(Event(step=step, summary=Summary(value=values)))

@@ -2,7 +2,6 @@
 
 import glob
 import gzip
-import json
 import os
 import tempfile
 import time
@@ -12,18 +11,13 @@ import jax
 
 import utils
 from collectives import count_slices
-from runtime.files import names_in, write_file
+from runtime.files import write_file, write_json
 from runtime.messages import say
 from training import settings
 from training.runlog import attempt
 
 FOLDER = "plugins/profile"  # of a run directory: where TensorBoard and xprof look
 FAILED = "--profile: no trace is written"
-
-
-def traces_of(folder):
-    """Names of the traces of a run directory."""
-    return sorted(names_in(os.path.join(folder, FOLDER)))
 
 
 class Profile:
@@ -76,18 +70,15 @@ class Profile:
         self.worker.shutdown(wait=True)
 
     def write(self, local, done):
-        """Write the trace into the run directory, under the name of this process."""
+        """Write the trace, up to the step `done`, into the run directory, under the name of this process."""
         jax.profiler.stop_trace()
-        with local:
-            self.write_files(local.name, done)
-
-    def write_files(self, local, done):
         process = jax.process_index()
         kept = {"*.xplane.pb": "xplane.pb", "perfetto_trace.json.gz": "trace.json.gz"}
-        for pattern, ending in kept.items():
-            [path] = glob.glob(f"{local}/**/{pattern}", recursive=True)
-            with open(path, "rb") as f:
-                write_file(os.path.join(self.folder, f"process-{process}.{ending}"), f.read())
+        with local:
+            for pattern, ending in kept.items():
+                [path] = glob.glob(f"{local.name}/**/{pattern}", recursive=True)
+                with open(path, "rb") as f:
+                    write_file(os.path.join(self.folder, f"process-{process}.{ending}"), f.read())
         if process:
             return
         program = gzip.compress(self.train_step.as_text().encode())
@@ -102,7 +93,6 @@ class Profile:
             slices=count_slices(devices),
             flags=utils.flatten(self.cfg),
         )
-        content = json.dumps(about, indent=1) + "\n"
-        write_file(os.path.join(self.folder, "about.json"), content)  # last: all else is there
+        write_json(os.path.join(self.folder, "about.json"), about)  # last: all else is there
         words = f"profile: steps {self.first} to {done} in {self.folder}"
         say(f"{words}; python tools/trace.py reads it")

@@ -14,7 +14,6 @@ from tqdm import tqdm
 
 from runtime.files import is_remote, read_file, to_json, write_file
 from runtime.messages import first_line, say, warn
-from training import events
 from utils import flatten
 
 
@@ -130,6 +129,8 @@ class RunLog:
         self.samples = {int(step): text for step, text in SAMPLES.findall(kept)}
         self._forget(start_step)  # what came after the checkpoint will be written again
         if cfg.run.tensorboard:
+            from training import events  # here: it imports tensorboard
+
             self.events = events.EventFile(self.folder, self.history)
         if cfg.run.wandb:
             self._later(lambda: self._begin_wandb(cfg))

@@ -344,10 +344,10 @@ def stored_config(folder):
     return {}
 
 
-def check_stored(config, folder, needed, file="config.json"):
-    """Raises UserError where the {flag: value} `config` of a file of a run directory lacks one of `needed`, or has a
+def check_stored(config, folder, needed):
+    """Raises UserError where the {flag: value} `config` of a run directory lacks one of `needed`, or has a
     value that its flag cannot have, as a file that someone edited."""
-    path, advice = os.path.join(folder, file), "; restore it"
+    path, advice = os.path.join(folder, "config.json"), "; restore it"
     if missing := sorted({*needed} - config.keys()):
         raise UserError(f"{path}: {', '.join(missing)} is missing{advice}.")
     read = (utils.KEPT | {*needed}) & config.keys()

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import math
 import os
 import sys
 from typing import Any, NamedTuple
@@ -192,6 +193,11 @@ def batch_shape(cfg):
     M = cfg.data.microbatches
     B = cfg.data.train_batch_size * cfg.run.n_device_axis[0] // M
     return (cfg.run.accumulation_steps, M, B, cfg.model.T)
+
+
+def tokens_per_step(cfg):
+    """Tokens of a training step on the whole mesh."""
+    return math.prod(batch_shape(cfg))
 
 
 def lower_train_step(cfg, mesh, optimizer, schedule, abstract):
