@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -387,12 +388,19 @@ def pipeline(stage, weights, inputs, state, rounds=1):
     return outputs[-M:], state
 
 
-def scan_layers(body, weights, carry, scanned):
+def scan_layers(body, weights, carry, scanned, unrolled=False):
     """`lax.scan` over `body(weights, carry, one of scanned)`, which runs layers and returns (carry, out, weights).
 
     weights: `WithGrad` of {kind: stack}. The loop carries their grads, into which each layer adds its own in place
     (see `take`), and not their values, which every turn would copy. Returns the last carry, the outs, and the weights.
+    unrolled: as a program without a loop, which would stack what its turns keep.
     """
+    if unrolled:
+        outs = []
+        for i in range(len(jax.tree.leaves(scanned)[0])):
+            carry, out, weights = body(weights, carry, jax.tree.map(lambda part: part[i], scanned))
+            outs.append(out)
+        return carry, jax.tree.map(lambda *parts: jnp.stack(parts), *outs), weights
 
     def turn(carried, one):
         carry, grad = carried
@@ -449,15 +457,21 @@ def run_stage(cfg, weights, x, tokens, cache=None, turn=0):
         )
         return x, (load, new_cache), weights
 
-    scanned = jnp.arange(blocks), cache or {}
-    x, (load, cache), weights = scan_layers(run_block, weights, x, scanned)
+    scanned = np.arange(blocks), cache or {}
+    unrolled = platform() == "cpu" and is_unrolled(cfg, blocks * L)
+    x, (load, cache), weights = scan_layers(run_block, weights, x, scanned, unrolled)
     load = load._replace(loss=load.loss.sum(), dropped=load.dropped.sum())
     return x, (load, cache), weights
 
 
-# Layers of a block that a program for accelerators holds one after another. A loop would stack what each layer keeps
-# for its backward pass, and the loop over blocks would stack that again. Longer blocks have the loop, to compile fast.
+# Layers that a program holds one after another. A loop would stack what each layer keeps for its backward pass, and a
+# loop around it would stack that again. More layers have the loop, to compile fast.
 UNROLLED = 8
+
+
+def is_unrolled(cfg, layers):
+    """Whether layers in a row are no loop: on accelerators those of a block, on CPUs all where each runs once."""
+    return layers <= UNROLLED and (platform() != "cpu" or runs_once(cfg))
 
 
 def run_layers(cfg, kind, n, weights, block, first, x, tokens, cache=None):
@@ -471,14 +485,7 @@ def run_layers(cfg, kind, n, weights, block, first, x, tokens, cache=None):
         return x, cache, own
 
     own = weights_of(weights, {kind})
-    if platform() == "cpu" or n > UNROLLED:
-        x, cache, own = scan_layers(run_next, own, x, (jnp.arange(n), cache))
-    else:
-        caches = []
-        for i in range(n):
-            x, new, own = run_next(own, x, (i, jax.tree.map(lambda part: part[i], cache)))
-            caches.append(new)
-        cache = jax.tree.map(lambda *parts: jnp.stack(parts), *caches)
+    x, cache, own = scan_layers(run_next, own, x, (np.arange(n), cache), is_unrolled(cfg, n))
     return x, cache, WithGrad(weights.value, weights.grad | own.grad)
 
 
