@@ -19,7 +19,7 @@ from importlib import import_module
 import utils
 from runtime import platforms
 from runtime.files import write_file, write_json
-from runtime.messages import UserError, one_sentence, say, warn
+from runtime.messages import UserError, one_sentence, say
 from training import command_line
 
 if __name__ == "__main__":  # flags for XLA must be in the environment before jax is imported
@@ -336,7 +336,7 @@ def print_setup(cfg, corpus, val_corpus):
         say(words)
     for part in [*corpus.corpora, *val_corpus.corpora]:
         if part.unverified and jax.process_index() == 0:
-            warn(part.unverified)
+            say(f"warning: {part.unverified}")
     say(f"{steps.tokens_per_step(cfg):,} tokens a step")
 
 
