@@ -188,7 +188,8 @@ def test_heads_of_all_presets_compile(shape, kind):
 @pytest.mark.parametrize("shape", [shape for shape in head_shapes() if shape[-1] == "bfloat16"])
 def test_products_overlap_on_hopper(shape, tmp_path):
     """The assembler tells where it makes every product wait for the one before, and what it keeps outside registers."""
-    compiled_for("H100", *shape, xla_dump_to=str(tmp_path))
+    # newer jax writes the kernels only of the emitters asked for
+    compiled_for("H100", *shape, xla_dump_to=str(tmp_path), xla_dump_emitter_re=".*")
     kernels = [path for path in tmp_path.glob("*.ptx") if "entry flash" in path.read_text()]
     assert len(kernels) == 3
     for path in kernels:
