@@ -66,14 +66,17 @@ def run(program):
 
     from runtime import messages
 
-    try:  # with the signals as Python has them: KeyboardInterrupt, and the end
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    def interrupt(*_):
+        for child in multiprocessing.active_children():
+            child.kill()  # or the program would wait for what it does
+        raise KeyboardInterrupt
+
+    try:
+        signal.signal(signal.SIGINT, interrupt)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         done = messages.one_sentence(program)
         sys.exit(done if isinstance(done, int) else 0)
     except KeyboardInterrupt:
-        for child in multiprocessing.active_children():
-            child.kill()  # it may miss the signal while it imports
         print("interrupted", file=sys.stderr)
         sys.exit(130)
 

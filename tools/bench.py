@@ -21,6 +21,7 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -119,18 +120,18 @@ def measure(configurations, rounds, steps):
     spawn = multiprocessing.get_context("spawn")  # a fork would share what jax began
     rows = []
     for group in groups:
-        processes = [ProcessPoolExecutor(1, spawn) for _ in group]
-        about = [call(process, prepare, cfg) for process, (_, cfg) in zip(processes, group)]
-        seconds = []  # [round, configuration, 2]
-        for _ in range(1 + rounds):  # the first is the warm-up
-            seconds.append([call(process, run_steps, steps) for process in processes])
-        for i, process in enumerate(processes):
+        with ExitStack() as processes_end:
+            processes = [processes_end.enter_context(ProcessPoolExecutor(1, spawn)) for _ in group]
+            about = [call(process, prepare, cfg) for process, (_, cfg) in zip(processes, group)]
+            seconds = []  # [round, configuration, 2]
+            for _ in range(1 + rounds):  # the first is the warm-up
+                seconds.append([call(process, run_steps, steps) for process in processes])
+            peaks = [call(process, peak_bytes) for process in processes]
+        for i, (name, _) in enumerate(group):
             speeds = about[i]["tokens_per_step"] * steps / np.array(seconds)[1:, i].T
             if not rows:
                 first = speeds[0]
-            peak = call(process, peak_bytes)
-            rows.append(row(group[i][0], about[i], speeds, first, peak))
-            process.shutdown()
+            rows.append(row(name, about[i], speeds, first, peaks[i]))
     return rows
 
 
