@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# Numbers of rows in a tile. An expert's rows fill as many large ones as they can, then small ones: products of many
-# rows are faster, and half a small tile is what an expert computes in vain.
-TILES = (256, 32)
+# Numbers of rows in a tile. An expert's rows fill as many of the largest as they can, then at most one of each other
+# size: products of many rows are faster, and half a small tile is what an expert computes in vain.
+TILES = (256, 128, 64, 32)
 SMALL = TILES[-1]
 
 
@@ -40,8 +40,8 @@ def expected_trips(n):
 
 def for_tiles(begin, end, expected, rows, step, carry):
     """`carry` after `step(at, size, carry)` for each tile of the rows from `begin` to `end`, a multiple of small tiles:
-    of rows 64 to 416, 256 at 64, then 32 at 320, 352 and 384. There are `rows` of all experts, `expected` of this one
-    where the load is even."""
+    of rows 64 to 416, 256 at 64, 64 at 320 and 32 at 384. There are `rows` of all experts, `expected` of this one where
+    the load is even."""
     expected = padded(expected)
     for size in TILES:
         if size >= rows:
@@ -68,17 +68,8 @@ def grouped_feed_forward(activate, expected, rows, gates, up, down, begins):
     weights are summed in float32.
     """
 
-    def expert(e, out):
-        own_up, own_down = up[e], down[e]
-
-        def step(at, size, out):
-            h = activate(jnp.einsum("nd,gdf->ngf", tile_of(rows, at, size), own_up))
-            h *= tile_of(gates, at, size)
-            return put_tile(out, h @ own_down.T, at)
-
-        return for_tiles(begins[e], begins[e + 1], expected, len(rows), step, out)
-
-    return lax.fori_loop(0, len(up), expert, jnp.zeros_like(rows))
+    out, _ = _forward(activate, expected, rows, gates, up, down, begins)
+    return out
 
 
 def tile_of(x, at, size):
@@ -89,13 +80,33 @@ def put_tile(x, tile, at):
     return lax.dynamic_update_slice_in_dim(x, tile, at, 0)
 
 
-def _forward(activate, expected, *operands):
-    return grouped_feed_forward(activate, expected, *operands), operands
+def _forward(activate, expected, rows, gates, up, down, begins):
+    """Keeps the hidden channels [R, g, F]. They have a loop of their own, all that --remat runs again."""
+    _, g, _, F = up.shape
+
+    def expert(e, carry):
+        own_up, own_down = up[e], down[e]
+        hidden, out = carry
+
+        def into(at, size, hidden):
+            h = jnp.einsum("nd,gdf->ngf", tile_of(rows, at, size), own_up)
+            return put_tile(hidden, h, at)
+
+        def back(at, size, out):
+            h = activate(tile_of(hidden, at, size)) * tile_of(gates, at, size)
+            return put_tile(out, h @ own_down.T, at)
+
+        tiles = functools.partial(for_tiles, begins[e], begins[e + 1], expected, len(rows))
+        hidden = tiles(into, hidden)
+        return hidden, tiles(back, out)
+
+    zeros = jnp.zeros((len(rows), g, F), rows.dtype), jnp.zeros_like(rows)
+    hidden, out = lax.fori_loop(0, len(up), expert, zeros)
+    return out, (rows, gates, up, down, begins, hidden)
 
 
-def _backward(activate, expected, operands, d_out):
-    """Computes the hidden channels anew."""
-    rows, gates, up, down, begins = operands
+def _backward(activate, expected, kept, d_out):
+    rows, gates, up, down, begins, hidden = kept
 
     def weigh(h, gates):
         return activate(h) * gates
@@ -107,7 +118,7 @@ def _backward(activate, expected, operands, d_out):
         def step(at, size, carry):
             d_rows, d_gates, d_up, d_down = carry
             x, g = tile_of(rows, at, size), tile_of(d_out, at, size)
-            h = jnp.einsum("nd,gdf->ngf", x, own_up)
+            h = tile_of(hidden, at, size)
             weighed, transpose = jax.vjp(weigh, h, tile_of(gates, at, size))
             d_h, d_gate = transpose(g @ own_down)
             d_x = jnp.einsum("ngf,gdf->nd", d_h, own_up)

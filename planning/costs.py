@@ -443,10 +443,8 @@ class Layer:
 
         # a product's two gradients take twice its own operations
         flops = 3 * (projections + experts_into + experts_out) + self.all_scores
-        # the gradient of tiles computes the hidden channels anew, whatever else is recomputed
-        flops += self.in_tiles * experts_into
         # recomputation stops before the layer's last product
-        if self.recomputes and not self.in_tiles and not self.keeps_experts:
+        if self.recomputes and not self.keeps_experts:
             flops += experts_into
         if m.remat not in ("none", "dots"):
             flops += projections - out

@@ -33,10 +33,11 @@ def interpreted(monkeypatch):
     monkeypatch.setitem(attention.ATTENTION, "flash", allowed)
 
 
-# B, H, T, K, V: widths that are no powers of two, or no multiples of what the kernel multiplies; one block, many blocks
-# of 128 queries, and multiples of 64 alone
+# B, H, T, K, V: widths that are no powers of two, or no multiples of what the kernel multiplies, from one channel to
+# all 320 that it takes; one block, many blocks of 128 queries, and odd multiples of 64
 SHAPES = [(1, 1, 64, 16, 16), (2, 1, 64, 5, 7), (1, 5, 128, 48, 32), (3, 2, 128, 192, 64)]
-SHAPES += [(2, 3, 192, 8, 100), (1, 2, 256, 192, 128), (1, 1, 320, 96, 64)]
+SHAPES += [(2, 3, 192, 8, 100), (1, 2, 256, 192, 128), (1, 1, 320, 96, 64), (1, 1, 64, 1, 1)]
+SHAPES += [(2, 1, 64, 33, 65), (1, 2, 128, 3, 255), (1, 1, 192, 300, 20), (1, 1, 384, 24, 12)]
 
 
 def inputs(shape, dtype, seed=0):
