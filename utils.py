@@ -189,7 +189,7 @@ class Optimizer:
     """Decoupled weight decay of matrices; norms, routers and their biases are exempt."""
     adam_b2: float = flag(0.95, below=1)
     """Decay of AdamW's second moment; the first moment's is 0.9."""
-    muon_momentum: float = flag(0.95, below=1.95)
+    muon_momentum: float = flag(0.95, below=1)
     """Momentum of Muon, the share that the next step keeps. Short runs gain from less."""
     balance_weight: float = choice(1e-4, of_weights=False)
     """Weight of the sequence-level load-balancing loss."""

@@ -163,6 +163,7 @@ BAD = {  # words beside the small model's on eight devices, and what the sentenc
     "--attention flash --T 128 --head_dim 512": ["--attention flash", "320", "1032", "auto"],
     "--pp_interleave 3 --n_device_axis 2 2 2": ["--blocks 4", "pp x pp_interleave", "6"],
     "--experts_per_token 9": ["--experts_per_token 9", "--n_experts 8"],
+    "--muon_momentum 1": ["--muon_momentum 1", "below 1"],
     "--warmup_steps 100": ["--warmup_steps 100", "--end_steps 100"],
     "--decay_steps 10": ["--decay_steps 10", "--schedule linear", "wsd"],
     "--schedule wsd --decay_steps 99": ["--decay_steps 99", "at most 98", "--end_steps 100"],
