@@ -21,7 +21,7 @@ MUON = "--optimizer muon --schedule linear --end_lr 0 --embedding_lr 1.75"
 TINY = f"""{MINUTES} {MUON}
     --blocks 2 --layers_per_block 2 --latent_dim 64 --rope_dim 32 --embedding_norm --latent_conv 3
     --n_experts 8 --n_shared 1 --expert_dim 128 --train_batch_size 8 --microbatches 4
-    --muon_momentum 0.85 --max_lr 16e-3 --training_steps 400 --weight_decay 0.4
+    --muon_momentum 0.75 --max_lr 16e-3 --training_steps 400 --weight_decay 0.4
     --balance_weight 1e-3 --bias_update_rate 1e-2
 """
 # nanoGPT's training of GPT-2: half a million tokens a step where dp is 1

@@ -210,7 +210,7 @@ def routed_experts(p, x, m, split, router):
 
     dropped = jnp.int32(0)
     if m.experts == "tiles":
-        out = in_tiles(p["experts"], x, chosen, gates, E)
+        out = in_tiles(p["experts"], x, chosen, gates, m)
     else:
         out, dropped = in_buckets(p["experts"], x, chosen, gates, m)
 
@@ -224,9 +224,10 @@ def routed_experts(p, x, m, split, router):
     return out.reshape(B, t, D), load
 
 
-def in_tiles(weights, x, chosen, gates, E):
+def in_tiles(weights, x, chosen, gates, m):
     """Experts of all tokens of the devices that share them: each gathers those tokens and computes the choices that
     fall on its own experts; results are summed. x [n, D] -> [n, D]; chosen and gates [n, k]."""
+    E = m.n_experts
     x = gather_tokens(x, E)
     chosen = gather_tokens(chosen, E)
     gates = gather_tokens(gates, E)
@@ -247,7 +248,8 @@ def in_tiles(weights, x, chosen, gates, E):
 
     # 2. The experts.
     up, down = weights["up"], weights["down"]
-    out = grouped_feed_forward(activate, n * k // E, rows, gates, up, down, begins)
+    keep = m.remat == "none"
+    out = grouped_feed_forward(activate, n * k // E, keep, rows, gates, up, down, begins)
 
     # 3. Every token adds up what its choices gave, here and on the other devices.
     return scatter_tokens(sum_choices(out, at, k), E)

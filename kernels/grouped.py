@@ -38,14 +38,13 @@ def expected_trips(n):
     return jax.named_scope(f"expected_trips_{n}")
 
 
-def for_tiles(begin, end, expected, rows, step, carry):
+def for_tiles(begin, end, expected, step, carry):
     """`carry` after `step(at, size, carry)` for each tile of the rows from `begin` to `end`, a multiple of small tiles:
-    of rows 64 to 416, 256 at 64, 64 at 320 and 32 at 384. There are `rows` of all experts, `expected` of this one where
-    the load is even."""
+    of rows 64 to 416, 256 at 64, 64 at 320 and 32 at 384. No tile has more rows than the `expected` ones, as many as
+    there are where the load is even: an empty loop takes time too."""
     expected = padded(expected)
-    for size in TILES:
-        if size >= rows:
-            continue
+    sizes = [size for size in TILES if size <= expected]
+    for size in sizes:
         tiles = (end - begin) // size
 
         def tile(i, carry, begin=begin, size=size):
@@ -58,17 +57,16 @@ def for_tiles(begin, end, expected, rows, step, carry):
     return carry
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def grouped_feed_forward(activate, expected, rows, gates, up, down, begins):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def grouped_feed_forward(activate, expected, keep, rows, gates, up, down, begins):
     """Rows through the feed-forward of their experts: (gate x activate(row x up)) x down transposed.
 
     rows [R, D]: those of expert e lie from begins[e] to begins[e + 1], multiples of a small tile; begins int32 [E + 1].
     gates [R, 1]; up [E, g, D, F] and down [E, D, F]; activate [.., g, F] -> [.., F]; `expected` rows of each expert
-    where the load is even, for the planner. Returns [R, D], zeros behind the last expert's rows. Gradients of the
-    weights are summed in float32.
+    where the load is even, for the planner; `keep`: whether the gradient finds the hidden channels or computes them
+    anew. Returns [R, D], zeros behind the last expert's rows. Gradients of the weights are summed in float32.
     """
-
-    out, _ = _forward(activate, expected, rows, gates, up, down, begins)
+    out, _ = _forward(activate, expected, False, rows, gates, up, down, begins)
     return out
 
 
@@ -80,32 +78,27 @@ def put_tile(x, tile, at):
     return lax.dynamic_update_slice_in_dim(x, tile, at, 0)
 
 
-def _forward(activate, expected, rows, gates, up, down, begins):
-    """Keeps the hidden channels [R, g, F]. They have a loop of their own, all that --remat runs again."""
-    _, g, _, F = up.shape
-
+def _forward(activate, expected, keep, rows, gates, up, down, begins):
     def expert(e, carry):
         own_up, own_down = up[e], down[e]
-        hidden, out = carry
 
-        def into(at, size, hidden):
+        def step(at, size, carry):
+            out, hidden = carry
             h = jnp.einsum("nd,gdf->ngf", tile_of(rows, at, size), own_up)
-            return put_tile(hidden, h, at)
+            if keep:
+                hidden = put_tile(hidden, h, at)
+            h = activate(h) * tile_of(gates, at, size)
+            return put_tile(out, h @ own_down.T, at), hidden
 
-        def back(at, size, out):
-            h = activate(tile_of(hidden, at, size)) * tile_of(gates, at, size)
-            return put_tile(out, h @ own_down.T, at)
+        return for_tiles(begins[e], begins[e + 1], expected, step, carry)
 
-        tiles = functools.partial(for_tiles, begins[e], begins[e + 1], expected, len(rows))
-        hidden = tiles(into, hidden)
-        return hidden, tiles(back, out)
-
-    zeros = jnp.zeros((len(rows), g, F), rows.dtype), jnp.zeros_like(rows)
-    hidden, out = lax.fori_loop(0, len(up), expert, zeros)
+    _, g, _, F = up.shape
+    hidden = jnp.zeros((len(rows), g, F), rows.dtype) if keep else None
+    out, hidden = lax.fori_loop(0, len(up), expert, (jnp.zeros_like(rows), hidden))
     return out, (rows, gates, up, down, begins, hidden)
 
 
-def _backward(activate, expected, kept, d_out):
+def _backward(activate, expected, keep, kept, d_out):
     rows, gates, up, down, begins, hidden = kept
 
     def weigh(h, gates):
@@ -118,7 +111,7 @@ def _backward(activate, expected, kept, d_out):
         def step(at, size, carry):
             d_rows, d_gates, d_up, d_down = carry
             x, g = tile_of(rows, at, size), tile_of(d_out, at, size)
-            h = tile_of(hidden, at, size)
+            h = tile_of(hidden, at, size) if keep else jnp.einsum("nd,gdf->ngf", x, own_up)
             weighed, transpose = jax.vjp(weigh, h, tile_of(gates, at, size))
             d_h, d_gate = transpose(g @ own_down)
             d_x = jnp.einsum("ngf,gdf->nd", d_h, own_up)
@@ -127,7 +120,7 @@ def _backward(activate, expected, kept, d_out):
             return put_tile(d_rows, d_x, at), put_tile(d_gates, d_gate, at), d_up, d_down
 
         begin = d_rows, d_gates, float32_zeros(own_up), float32_zeros(own_down)
-        end = for_tiles(begins[e], begins[e + 1], expected, len(rows), step, begin)
+        end = for_tiles(begins[e], begins[e + 1], expected, step, begin)
         d_rows, d_gates, own_d_up, own_d_down = end
         return d_rows, d_gates, d_up.at[e].set(own_d_up), d_down.at[e].set(own_d_down)
 

@@ -221,12 +221,14 @@ def test_grouped_products_equal_a_product_for_each_row(branches):
         h = layers.activate(jnp.einsum("nd,ngdf->ngf", rows, up[owner])) * gates
         return jnp.einsum("nf,ndf->nd", h, down[owner])
 
-    def in_tiles(*operands):
-        return grouped.grouped_feed_forward(layers.activate, 64, *operands, begins)
+    def in_tiles(expected, keep, *operands):
+        return grouped.grouped_feed_forward(layers.activate, expected, keep, *operands, begins)
 
-    ours, theirs = (jax.vjp(f, *operands) for f in (in_tiles, each_row))
-    assert np.abs(ours[0] - theirs[0]).max() < 1e-5
-    assert furthest(theirs[1](d_out), ours[1](d_out))[0] < 1e-5
+    out, transpose = jax.vjp(each_row, *operands)
+    for expected, keep in ((64, False), (300, True)):  # of tiles up to 64 and to 256 rows
+        ours = jax.vjp(functools.partial(in_tiles, expected, keep), *operands)
+        assert np.abs(out - ours[0]).max() < 1e-5
+        assert furthest(transpose(d_out), ours[1](d_out))[0] < 1e-5
 
 
 def test_router_biases_move_towards_an_even_load():

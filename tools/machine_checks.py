@@ -132,7 +132,7 @@ def check_grouped():
         return jnp.einsum("nf,ndf->nd", h * gates, down[expert])
 
     def kernel(*inputs):
-        return grouped.grouped_feed_forward(activate, 113, *inputs, begins)
+        return grouped.grouped_feed_forward(activate, 113, True, *inputs, begins)
 
     inputs = draw(len(expert), 64), draw(len(expert), 1), draw(3, 2, 64, 96), draw(3, 64, 96)
     return check_kernel(kernel, plain, *inputs)
