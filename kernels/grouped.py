@@ -1,8 +1,8 @@
 """Grouped products: every row through the feed-forward of its own expert, with no work for rows that are not there.
 
 Rows lie sorted by expert. A loop over experts runs a loop over its tiles of rows; the gradient is a
-second such loop, written by hand, since jax cannot transpose a loop of unknown length. On a CPU this takes half the
-time of products over buckets with room for 1.5 times the mean load.
+second such loop, written by hand, since jax cannot transpose a loop of unknown length. On a CPU this takes less
+than products over buckets with room for 1.5 times the mean load.
 """
 
 import functools
