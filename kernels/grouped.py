@@ -43,8 +43,7 @@ def for_tiles(begin, end, expected, step, carry):
     of rows 64 to 416, 256 at 64, 64 at 320 and 32 at 384. No tile has more rows than the `expected` ones, as many as
     there are where the load is even: an empty loop takes time too."""
     expected = padded(expected)
-    sizes = [size for size in TILES if size <= expected]
-    for size in sizes:
+    for size in [size for size in TILES if size <= expected]:
         tiles = (end - begin) // size
 
         def tile(i, carry, begin=begin, size=size):
@@ -63,7 +62,7 @@ def grouped_feed_forward(activate, expected, keep, rows, gates, up, down, begins
 
     rows [R, D]: those of expert e lie from begins[e] to begins[e + 1], multiples of a small tile; begins int32 [E + 1].
     gates [R, 1]; up [E, g, D, F] and down [E, D, F]; activate [.., g, F] -> [.., F]; `expected` rows of each expert
-    where the load is even, for the planner; `keep`: whether the gradient finds the hidden channels or computes them
+    where the load is even; `keep`: whether the hidden channels are kept for the gradient, which else computes them
     anew. Returns [R, D], zeros behind the last expert's rows. Gradients of the weights are summed in float32.
     """
     out, _ = _forward(activate, expected, False, rows, gates, up, down, begins)

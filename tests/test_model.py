@@ -200,7 +200,7 @@ def test_experts_equal_plain_loops(experts_flag, capacity_factor):
 
 @pytest.mark.parametrize("branches", [1, 2])
 def test_grouped_products_equal_a_product_for_each_row(branches):
-    """Forward and every gradient, with experts that have no rows, a part of a tile, and tiles of both sizes."""
+    """Forward and every gradient, with experts that have no rows, a part of a tile, and tiles of all sizes."""
     counts, D, F = np.array([0, 5, 300, 32, 0, 70]), 8, 12
     begins = grouped.group_begins(jnp.array(counts))
     size = grouped.row_space(counts.sum(), len(counts))
