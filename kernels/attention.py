@@ -136,13 +136,13 @@ ATTENTION = {
     "flash": Kernel(
         flash.flash_attention,
         platforms=("gpu",),
-        score_share=lambda m: causal_share(m.T, flash.block_sizes(m.T, m.model_dtype)[0].own),
+        score_share=lambda m: causal_share(m.T, flash.OWN),
         products={
             "flash_forward": (1, 1),
             "flash_backward_queries": (2, 1),
             "flash_backward_keys": (2, 2),
         },
-        multiple=flash.MULTIPLE,
+        multiple=flash.OWN,
         channels=flash.MOST,
     ),
     "blockwise": Kernel(

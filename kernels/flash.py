@@ -18,36 +18,33 @@ from jax.experimental import pallas as pl
 LOG2E = math.log2(math.e)  # the hardware's exponential is that of base 2
 UNSEEN = -1e30  # the score of a key that a query does not see; finite, since inf - inf is no number
 LEAST = 16  # channels that Triton multiplies at least
-MULTIPLE = 64  # of which T must be one
+OWN = 64  # rows that a program owns; T is a multiple
 
 
 class Blocks(NamedTuple):
     """How a kernel is cut up."""
 
-    own: int  # rows that a program owns
-    walked: int  # rows of the other kind that it takes at a time; divides `own`
-    warps: int = 8
-    stages: int = 3  # of the pipeline that loads blocks ahead of their products
+    walked: int  # rows of the other kind that a program takes at a time; divides OWN
+    warps: int = 4
+    stages: int = 2  # of the pipeline that loads blocks ahead of their products
 
 
-# Of the forward and of the backward kernels. They leave the tensor cores of an H100 tiles that are tall enough, and fit
-# an A100's shared memory, 163 KB, up to keys and values of MOST channels together. Products in float32 run in plain
+# The fastest on an H200, of eight or nine each (docs/machines/h200.md). Backward kernels of keys and values wider than
+# WIDE, channels of both together, keep more in registers and walk in smaller blocks. Products in float32 run in plain
 # registers, which larger blocks would overflow.
-BLOCKS = {
-    "bfloat16": (Blocks(128, 64), Blocks(128, 32)),
-    "float32": (Blocks(64, 16, stages=2), Blocks(64, 16, stages=2)),
-}
-MOST = 320  # DeepSeek-V3's keys of 192 and values of 128
+BLOCKS = Blocks(64)
+WIDE, WIDE_BACKWARD = 192, Blocks(32, stages=3)
+FLOAT32 = Blocks(16, warps=8)
+MOST = 320  # that fit an A100's shared memory, 163 KB: DeepSeek-V3's keys of 192 and values of 128
 # Of CUDA, those it was compiled for: A100; H100, H200; B200. Other GPUs have less shared memory, or are not NVIDIA's.
 CAPABILITIES = ("8.0", "9.0", "10.0")
 
 
-def block_sizes(T, dtype):
-    """`Blocks` of the forward and of the backward kernels; lower ones where T is an odd multiple of 64."""
-    blocks = BLOCKS[jnp.dtype(dtype).name]
-    if T % blocks[0].own:
-        return [kernel._replace(own=MULTIPLE, warps=4) for kernel in blocks]
-    return blocks
+def block_sizes(channels, dtype):
+    """`Blocks` of the forward and of the backward kernels, for channels of a key and a value together."""
+    if dtype == jnp.float32:
+        return FLOAT32, FLOAT32
+    return BLOCKS, WIDE_BACKWARD if channels > WIDE else BLOCKS
 
 
 def pieces(channels):
@@ -101,12 +98,12 @@ def hide(scores, query, key, start):
     return jnp.where(seen, scores, UNSEEN)
 
 
-def own_queries(start_ref, blocks):
-    """What a program owns that walks over keys: its rows, their positions [own], and their `start` [own, 1] or None.
+def own_queries(start_ref):
+    """What a program owns that walks over keys: its rows, their positions [OWN], and their `start` [OWN, 1] or None.
     Programs with the most keys go first."""
     block = pl.num_programs(0) - 1 - pl.program_id(0)
-    rows = pl.ds(block * blocks.own, blocks.own)
-    position = rows.start + jnp.arange(blocks.own)
+    rows = pl.ds(block * OWN, OWN)
+    position = rows.start + jnp.arange(OWN)
     start = None if start_ref is None else start_ref[rows][:, None]
     return rows, position, start
 
@@ -127,7 +124,7 @@ def seen_scores(q, k, first_key, position, start, masked):
 def over_keys(step, carry, first, start_ref, blocks):
     """The carry after step(block of keys, carry, masked) for all that the queries from `first` on see."""
     diagonal = first // blocks.walked
-    end = diagonal + blocks.own // blocks.walked
+    end = diagonal + OWN // blocks.walked
     documents = start_ref is not None
     begin = start_ref[first] // blocks.walked if documents else 0
     carry = lax.fori_loop(diagonal, end, functools.partial(step, masked=True), carry)
@@ -137,7 +134,7 @@ def over_keys(step, carry, first, start_ref, blocks):
 def over_queries(step, carry, first, last, blocks, documents):
     """The carry after step(block of queries, carry, masked) for all up to `last` that see the keys from `first` on."""
     diagonal = first // blocks.walked
-    after = diagonal + blocks.own // blocks.walked
+    after = diagonal + OWN // blocks.walked
     end = pl.cdiv(last, blocks.walked)
     carry = lax.fori_loop(diagonal, after, functools.partial(step, masked=True), carry)
     return lax.fori_loop(after, end, functools.partial(step, masked=documents), carry)
@@ -151,7 +148,7 @@ def over_queries(step, carry, first, last, blocks, documents):
 
 def flash_forward(q_ref, k_ref, v_ref, start_ref, out_ref, lse_ref, *, blocks):
     """A block of the output and of lse (algorithm 1)."""
-    rows, position, start = own_queries(start_ref, blocks)
+    rows, position, start = own_queries(start_ref)
     q = load(q_ref, rows)
 
     def step(j, carry, masked):
@@ -165,9 +162,9 @@ def flash_forward(q_ref, k_ref, v_ref, start_ref, out_ref, lse_ref, *, blocks):
         out = add_product(out, weights, load(v_ref, keys))
         return now, decay * total + weights.sum(1), out
 
-    largest = jnp.full(blocks.own, UNSEEN, jnp.float32)
-    total = jnp.zeros(blocks.own, jnp.float32)
-    carry = largest, total, zeros(blocks.own, v_ref)
+    largest = jnp.full(OWN, UNSEEN, jnp.float32)
+    total = jnp.zeros(OWN, jnp.float32)
+    carry = largest, total, zeros(OWN, v_ref)
     largest, total, out = over_keys(step, carry, rows.start, start_ref, blocks)
     store(out_ref, rows, [piece / total[:, None] for piece in out])
     lse_ref[rows] = largest + jnp.log2(total)
@@ -177,7 +174,7 @@ def flash_backward_queries(
     q_ref, k_ref, v_ref, start_ref, g_ref, lse_ref, inner_ref, dq_ref, *, blocks
 ):
     """A block of the queries' gradient (algorithm 2)."""
-    rows, position, start = own_queries(start_ref, blocks)
+    rows, position, start = own_queries(start_ref)
     q, g = load(q_ref, rows), load(g_ref, rows)
     lse, inner = lse_ref[rows][:, None], inner_ref[rows][:, None]
 
@@ -189,7 +186,7 @@ def flash_backward_queries(
         d_scores = weights * (pairs(g, load(v_ref, keys)) - inner)
         return add_product(dq, d_scores, k)
 
-    dq = over_keys(step, zeros(blocks.own, q_ref), rows.start, start_ref, blocks)
+    dq = over_keys(step, zeros(OWN, q_ref), rows.start, start_ref, blocks)
     store(dq_ref, rows, dq)
 
 
@@ -197,10 +194,10 @@ def flash_backward_keys(
     q_ref, k_ref, v_ref, start_ref, g_ref, lse_ref, inner_ref, end_ref, dk_ref, dv_ref, *, blocks
 ):
     """A block of the gradients of keys and values (algorithm 2). Scores are transposed: a row for each key. Before end
-    [T / blocks.own], or None, are all queries that see any key of a block."""
+    [T / OWN], or None, are all queries that see any key of a block."""
     block = pl.program_id(0)
-    rows = pl.ds(block * blocks.own, blocks.own)
-    position = rows.start + jnp.arange(blocks.own)
+    rows = pl.ds(block * OWN, OWN)
+    position = rows.start + jnp.arange(OWN)
     k, v = load(k_ref, rows), load(v_ref, rows)
     documents = start_ref is not None
 
@@ -217,7 +214,7 @@ def flash_backward_keys(
         d_scores = weights * (pairs(v, g) - inner_ref[queries][None])
         return add_product(dk, d_scores, q), add_product(dv, weights, g)
 
-    carry = zeros(blocks.own, k_ref), zeros(blocks.own, v_ref)
+    carry = zeros(OWN, k_ref), zeros(OWN, v_ref)
     last = end_ref[block] if documents else q_ref.shape[0]
     dk, dv = over_queries(step, carry, rows.start, last, blocks, documents)
     store(dk_ref, rows, dk)
@@ -247,7 +244,7 @@ def call(kernel, blocks, inputs, outputs):
     B, T, H, _ = inputs[0].shape
     return pl.pallas_call(
         functools.partial(kernel, blocks=blocks),
-        grid=(T // blocks.own, H, B),
+        grid=(T // OWN, H, B),
         in_specs=[of_a_head(array, H) for array in inputs],
         out_specs=[of_a_head(array, H) for array in outputs],
         out_shape=outputs,
@@ -270,8 +267,8 @@ def flash(q, k, v, start):
 
 
 def _flash_forward(q, k, v, start):
-    B, T, H, _ = q.shape
-    blocks, _ = block_sizes(T, q.dtype)
+    B, T, H, K = q.shape
+    blocks, _ = block_sizes(K + v.shape[-1], q.dtype)
     lse = jax.ShapeDtypeStruct((B, H, T), jnp.float32)
     out, lse = call(flash_forward, blocks, (q, k, v, start), (like(v, H), lse))
     out, lse = checkpoint_name((out, lse), "kernel")
@@ -280,12 +277,12 @@ def _flash_forward(q, k, v, start):
 
 def _flash_backward(kept, g):
     q, k, v, start, out, lse = kept
-    _, blocks = block_sizes(q.shape[1], q.dtype)
+    _, blocks = block_sizes(q.shape[-1] + v.shape[-1], q.dtype)
     inner = jnp.sum(out.astype(jnp.float32) * g.astype(jnp.float32), -1).swapaxes(1, 2)
     inputs = q, k, v, start, g, lse, inner
     H, H_kv = q.shape[2], k.shape[2]
     (dq,) = call(flash_backward_queries, blocks, inputs, (like(q, H),))
-    end = None if start is None else last_queries(start, blocks.own)
+    end = None if start is None else last_queries(start)
     dtype = None if H == H_kv else jnp.float32  # summed over the queries' heads that share a key's
     outputs = like(k, H, dtype), like(v, H, dtype)
     dk, dv = call(flash_backward_keys, blocks, (*inputs, end), outputs)
@@ -303,14 +300,14 @@ def sum_groups(gradients, array):
 flash.defvjp(_flash_forward, _flash_backward)
 
 
-def last_queries(start, size):
-    """Where the queries end that see any of a block of `size` keys: [B, T / size]. `start` [B, T] never falls."""
-    last_key = jnp.arange(size - 1, start.shape[1], size)
+def last_queries(start):
+    """Where the queries end that see any of a block of keys: [B, T / OWN]. `start` [B, T] never falls."""
+    last_key = jnp.arange(OWN - 1, start.shape[1], OWN)
     return jnp.sum(start[:, None] <= last_key[:, None], -1, dtype=jnp.int32)
 
 
 def flash_attention(q, k, v, position, start):
-    """`attention.attend` of whole sequences: T a multiple of 64, the type one of BLOCKS, `start` never falls."""
+    """`attention.attend` of whole sequences: T a multiple of OWN, in bfloat16 or float32, `start` never falls."""
 
     def padded(array):
         array = array.swapaxes(1, 2)
