@@ -1,5 +1,6 @@
 """GPT-2 (Radford et al., 2019): parameters, layers, cache, costs and Hugging Face format."""
 
+import functools
 import math
 
 import jax
@@ -79,6 +80,7 @@ def feed_forward_table(cfg):
     )
 
 
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
 def layer_norm(x, p, eps):
     """Norm by mean and deviation over the last dim (arXiv:1607.06450, equation 3), in float32; returns x's dtype."""
     x32 = x.astype(jnp.float32)
@@ -107,12 +109,17 @@ def feed_forward(p, x, tokens, m):
     """GELU feed-forward: x [B, T/tp, D] -> [B, T/tp, D]."""
 
     def mlp(x):
-        h = product("btd,df->btf", x, p["up"]) + p["up_bias"]  # [B, T, F/tp]
-        h = jax.nn.gelu(h).astype(x.dtype)
+        h = product("btd,df->btf", x, p["up"])  # [B, T, F/tp]
+        h = gelu(h, p["up_bias"])
         return product("btf,fd->btd", h, p["down"])
 
     out = tensor_parallel(mlp, x, tokens, m) + p["down_bias"]
     return out.astype(x.dtype)
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def gelu(h, bias):
+    return jax.nn.gelu(h + bias).astype(h.dtype)
 
 
 def gpt2_layer(p, x, tokens, m, cache=None):

@@ -146,6 +146,7 @@ def _product_backward(spec, operands, g):
 _product.defvjp(_product_forward, _product_backward)
 
 
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
 def rms_norm(x, scale, eps):
     """Root-mean-square norm over the last dim (arXiv:1910.07467, equation 4), in float32; returns x's dtype."""
     x32 = x.astype(jnp.float32)
@@ -232,6 +233,7 @@ def project_heads(out, weight, tokens, m):
     return scatter_sequence(out, tokens.split)
 
 
+@functools.partial(jax.checkpoint, prevent_cse=False)
 def activate(h):
     """[..., 2, F] -> SwiGLU (arXiv:2002.05202, equation 5); [..., 1, F] -> GELU. Returns [..., F]."""
     if h.shape[-2] == 1:
