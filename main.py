@@ -52,11 +52,10 @@ from runtime.processes import (
     on_main_process,
     together,
 )
-from training import settings, steps
+from training import profiling, settings, steps
 from training.bad_steps import BadSteps
 from training.meter import Goodput, Meter
 from training.optimizer import make_optimizer
-from training.profiling import Profile
 from training.run_checkpoints import RunCheckpoints
 from training.runlog import NoLog, Progress, RunLog, duration
 
@@ -157,7 +156,7 @@ class Training:
         self.step = meta["step"]
         self.sequences = meta["sequences"]
         self.bad_steps = BadSteps(cfg.run.max_bad_steps, meta.get("faults"))
-        self.profile = Profile(cfg, self.step)
+        self.profile = profiling.Profile(cfg, self.step)
         self.per_step = math.prod(steps.batch_shape(cfg)[:-1])  # sequences
         tokens = self.per_step * corpus.T
         self.meter = Meter(tokens, corpus, self.bad_steps, self.profile, goodput)
@@ -360,7 +359,7 @@ def compile_train_step(cfg, mesh, optimizer, schedule):
     # A cached program carries the names of the code that compiled it, which --profile would show.
     by_names = "jax_compilation_cache_include_metadata_in_key"
     jax.config.update(by_names, bool(cfg.run.profile))
-    train_step = lowered.compile()
+    train_step = lowered.compile(compiler_options=profiling.compiler_options(cfg))
     jax.config.update(by_names, False)
     say(f"compiled in {duration(time.time() - began)}")
     return train_step

@@ -143,25 +143,32 @@ def on_tpu(begins):
 
 
 def on_gpu(begins):
-    """The same as a GPU tells it: by kernels, on two streams."""
+    """The same as a GPU tells it: by kernels, on two streams. Its host tells of some operations too."""
     lines = {
         "Stream #1(Compute)": at_times(COMPUTED, begins) + at_times(COMPUTED[:1], [999]),
         "Stream #2(Compute)": at_times(TRAVELED, begins),
         "XLA Ops": at_times(COMPUTED, begins),  # derived from the streams, not a second time
     }
     program = dict(hlo_module="jit_train_step")
-    return traced("/device:GPU:0", lines, lambda op: ("kernel", program | dict(hlo_op=op)))
+
+    def told(op):
+        return "kernel", program | dict(hlo_op=op)
+
+    trace = traced("/device:GPU:0", lines, told)
+    host = traced("/host:CPU", {"Host Threads/487": at_times(COMPUTED, begins)}, told)
+    trace.planes += host.planes
+    return trace
 
 
-@pytest.fixture
-def written():
+def written_on(platform):
     """A `trace.Trace` of three steps of the program `STEP`."""
     cfg = small_config((2, 2, 2), sequences=8)
-    return trace.Trace("a folder", dict(steps=[5, 7], slices=1), cfg, STEP)
+    return trace.Trace("a folder", dict(steps=[5, 7], slices=1, platform=platform), cfg, STEP)
 
 
-@pytest.mark.parametrize("layout", [on_tpu, on_gpu])
-def test_what_is_hidden_and_exposed_on_an_accelerator(layout, written, monkeypatch):
+@pytest.mark.parametrize("layout, platform", [(on_tpu, "tpu"), (on_gpu, "gpu")])
+def test_what_is_hidden_and_exposed_on_an_accelerator(layout, platform, monkeypatch):
+    written = written_on(platform)
     events = trace.events_of(layout([100, 200, 500]), written)
     monkeypatch.setattr(trace, "devices_in", lambda *_: list(events.values()))
     found = trace.Shares(written)
@@ -174,7 +181,8 @@ def test_what_is_hidden_and_exposed_on_an_accelerator(layout, written, monkeypat
     assert {"jvp(attention)/dot_general", "transpose(jvp(experts))/add"} <= paths
 
 
-def test_a_step_that_is_cut_off_or_missing_is_left_out(written, monkeypatch):
+def test_a_step_that_is_cut_off_or_missing_is_left_out(monkeypatch):
+    written = written_on("tpu")
     [device] = trace.events_of(on_tpu([100]), written).values()
     assert trace.steps_in(device, written, 1) == [(100, 150)]
     monkeypatch.setattr(trace, "devices_in", lambda *_: [device, []])

@@ -44,7 +44,7 @@ def prepare(cfg):
     import jax
 
     import model
-    from training import steps
+    from training import profiling, steps
     from training.optimizer import make_optimizer
 
     steps.configure_jax(cfg)
@@ -53,7 +53,8 @@ def prepare(cfg):
     optimizer, schedule = make_optimizer(cfg, mesh)
     abstract = steps.abstract_state(cfg, mesh, optimizer)
     began = time.perf_counter()
-    step = steps.lower_train_step(cfg, mesh, optimizer, schedule, abstract).compile()
+    lowered = steps.lower_train_step(cfg, mesh, optimizer, schedule, abstract)
+    step = lowered.compile(compiler_options=profiling.compiler_options(cfg))
     seconds = time.perf_counter() - began
     compiled["step"] = step
     compiled["state"] = steps.init_state(cfg, abstract, optimizer)

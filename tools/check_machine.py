@@ -138,6 +138,9 @@ class Step:
         """Trace three steps, and say where their time went."""
         self.need()
         cfg = utils.replace(self.cfg, profile="1:3", output_dir=self.out, name="step")
+        bench.compiled.clear()
+        bench.prepare(utils.replace(cfg, compilation_cache=""))
+        bench.run_steps(1)  # the first is slower
         profile = Profile(cfg, 0)
         profile.begin(1, bench.compiled["step"], lambda: None)
         bench.run_steps(3)
@@ -147,6 +150,14 @@ class Step:
         found = trace.Shares(opened)
         self.report = trace.report(opened, found)
         return f"{found.step:.4f} s of a device in a step"
+
+    def halve(self, flag):
+        """Measure the step with half of a flag's value."""
+        self.need()
+        half, rest = divmod(utils.flatten(self.cfg)[flag], 2)
+        if rest or not plan.fitted(self.cfg, self.machine.n, **{flag: half}):
+            raise Skipped("it cannot be halved")
+        return self.vary(flag, half)
 
     def vary(self, flag, value):
         """Measure the step with another value of a flag."""
@@ -179,6 +190,7 @@ def checks_of(step):
     found["step"] = step.measure
     found["step of a smaller preset"] = step.measure  # where the plan erred
     found["step and its trace"] = step.profile
+    found["flag --microbatches"] = partial(step.halve, "microbatches")
     for flag in ("remat", "fsdp"):
         for value in plan.WAYS[flag]:
             if value != utils.FIELDS[flag].default:

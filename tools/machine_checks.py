@@ -33,8 +33,8 @@ from training.run_checkpoints import RunCheckpoints
 
 # Largest difference that is rounding, as a share of the largest number of the same array
 LIMITS = {"float32": 1e-4, "bfloat16": 2**-5}
-# XLA takes minutes for some models on a CPU where it optimizes
-COMPILER = {"cpu": {"xla_backend_optimization_level": 0}}
+# XLA takes minutes for some models on a CPU where it optimizes, and on a GPU where it times tiles
+COMPILER = {"cpu": {"xla_backend_optimization_level": 0}, "gpu": {"xla_gpu_autotune_level": 0}}
 MODELS = ("deepseek-tiny", "gpt2-tiny", "qwen3-tiny")
 
 

@@ -47,10 +47,14 @@ REST, IDLE = "rest", "idle"
 PARTS = {name: name for name in ("attention", "feed_forward", "experts", "optimizer")}
 PARTS |= dict(embed="vocabulary", head="vocabulary")
 # What jax adds to the path of scopes for a loop or a function, and says nothing.
-NOISE = re.compile(r"(jit\([^()]*\)|shard_map|while|body|cond|closed_call|checkpoint)/")
+NOISE = re.compile(r"(jit\([^()]*\)|shard_map|while|body|cond|closed_call|checkpoint|eval_jaxpr)/")
 LOOPS = ("while", "call", "conditional")  # what they run is traced itself
-# "PLANE LINE" of the lines of a trace that tell what a device does
-DEVICES = re.compile(r"/host:CPU |/device:TPU:\d+ (Async )?XLA Ops|/device:GPU:\d+ Stream")
+# {platform: "PLANE LINE" of the lines of a trace that tell what its devices do}
+DEVICES = dict(
+    cpu="/host:CPU ",
+    tpu=r"/device:TPU:\d+ (Async )?XLA Ops",
+    gpu=r"/device:GPU:\d+ Stream",
+)
 
 
 class Operation(NamedTuple):
@@ -140,7 +144,7 @@ def events_of(data, trace):
     found = defaultdict(list)
     lines = [(plane, line) for plane in data.planes for line in plane.lines]
     for plane, line in lines:
-        if not DEVICES.match(f"{plane.name} {line.name}"):
+        if not re.match(DEVICES[trace.about["platform"]], f"{plane.name} {line.name}"):
             continue
         for event in line.events:
             stats = dict(event.stats)
@@ -153,6 +157,7 @@ def events_of(data, trace):
             one = trace.operation(op)
             if line.name.startswith("Async") and not (one and one.links):
                 continue  # copies run beside what a core computes
+            # the plane of a host has all its CPU devices; some operations of a GPU name it besides
             device = plane.name, stats.get("device_ordinal")
             found[device].append((event.start_ns, event.end_ns, op))
     return found

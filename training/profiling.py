@@ -20,6 +20,14 @@ FOLDER = "plugins/profile"  # of a run directory: where TensorBoard and xprof lo
 FAILED = "--profile: no trace is written"
 
 
+def compiler_options(cfg):
+    """Compiler options for the step of a run with --profile: a GPU launches each kernel alone, not many as one graph,
+    since kernels of a graph do not say which operation they are."""
+    if cfg.run.profile and jax.default_backend() == "gpu":
+        return dict(xla_gpu_graph_min_graph_size=2**31 - 1)
+    return {}
+
+
 class Profile:
     """Traces the steps of --profile, each process its own devices, and does nothing without that flag. The devices have
     done the step before when a trace begins; a thread writes it while training continues."""
