@@ -90,6 +90,17 @@ def expert_axes(E, split):
     return hlo.axes_of(apart, stage), hlo.axes_of(devices[:1], stage)
 
 
+# Seconds that a GPU takes for an operation beside what it computes and moves, and operations of a layer, forward and
+# backward, by a trace of an H200 (docs/machines/h200.md)
+LAUNCH = 2e-6
+LAUNCHES = 180
+
+
+def kernel_slowness(chip):
+    """By how much slower attention kernels run than other products: at half the peak, on a GPU at a quarter."""
+    return 3 if chip.gpu else 2
+
+
 class Program(hlo.Timeline):
     """`hlo.Timeline` of the optimized HLO `text` of a validated Config's step."""
 
@@ -112,10 +123,10 @@ class Program(hlo.Timeline):
 
     def compute_seconds(self, flops, cycles, moved, is_kernel):
         chip = self.machine.chip
-        # no compiler estimates kernels: they run at half the peak
-        products = flops / chip.speed * (1 + is_kernel)
+        # no compiler estimates kernels
+        products = flops / chip.speed * (kernel_slowness(chip) if is_kernel else 1)
         if chip.gpu:
-            return max(products, moved / chip.bandwidth)
+            return bool(flops or moved) * LAUNCH + max(products, moved / chip.memory_speed)
         return products if is_kernel else cycles / chip.clock
 
     def link_seconds(self, *transfer):
@@ -153,6 +164,7 @@ class Estimate:
         self.by_layer = self.fsdp in ("full", "exchange")  # weights are gathered
         self.flops = 0.0  # of matrix products
         self.scores = 0.0  # of these, attention's products of queries, keys and values
+        self.layer_passes = 0  # of a microbatch through a layer, forward and backward
         # {(axes, kind): [bytes, collectives, seconds]}
         self.sent = defaultdict(lambda: [0.0, 0.0, 0.0])
         self.operands = 0.0  # memory traffic of matrix products, bytes
@@ -296,6 +308,7 @@ class Estimate:
             layer.send(n)
             self.flops += n * layer.flops()
             self.scores += n * layer.all_scores
+            self.layer_passes += n
             intermediates = n * channel * (layer.computed + layer.in_experts)
             own_kept = layers * times * channel * layer.kept()
             of_attention = layers * times * channel * layer.kept_by_attention()
@@ -372,10 +385,15 @@ class Estimate:
         return most + accumulated if self.batches > 1 else most
 
     def seconds(self):
-        """{part: seconds} without links; attention's products run at half the chip's speed."""
+        """{part: seconds} without links."""
         chip = self.machine.chip
-        products = (self.flops + self.scores) / chip.speed + self.operands / chip.bandwidth
-        return {"matrix products": products, "memory": self.passes / chip.bandwidth}
+        flops = self.flops + (kernel_slowness(chip) - 1) * self.scores
+        products = flops / chip.speed + self.operands / chip.memory_speed
+        launches = chip.gpu * LAUNCHES * LAUNCH * self.layer_passes
+        return {
+            "matrix products": products,
+            "memory": self.passes / chip.memory_speed + launches,
+        }
 
 
 class Layer:

@@ -20,6 +20,8 @@ from typing import NamedTuple
 from runtime.messages import UserError
 
 GiB = 2**30
+# Of peak and bandwidth, by a trace of an H200 (docs/machines/h200.md). Estimates of TPUs are their compiler's.
+GPU_REACHES = 0.75
 
 
 class Chip(NamedTuple):
@@ -48,9 +50,19 @@ class Chip(NamedTuple):
         return not self.clock
 
     @property
+    def reached(self):
+        """Share of the peak and of the memory's bandwidth at which the plan counts."""
+        return GPU_REACHES if self.gpu else 1.0
+
+    @property
     def speed(self):
         """FLOP/s at which the plan counts products."""
-        return self.float32 or self.peak
+        return (self.float32 or self.peak) * self.reached
+
+    @property
+    def memory_speed(self):
+        """Bytes/s at which the plan counts passes over memory."""
+        return self.bandwidth * self.reached
 
 
 V100 = ("Tesla V100-SXM2-16GB",)

@@ -94,7 +94,9 @@ def test_a_preset_trains_within_a_week(planned, row):
     assert memory == f"{total / 2**30:.1f} of {limit / 2**30:.1f} GiB"
     assert total < limit * (0.75 if machine.chip.gpu else 1)
 
-    reached = a["flops"]["model"] / a["seconds"]["step"] / machine.chip.speed
+    reached = (
+        a["flops"]["model"] / a["seconds"]["step"] / (machine.chip.float32 or machine.chip.peak)
+    )
     parameters = a["parameters"]["total"] + a["parameters"]["embedding"]
     seconds = 20 * parameters / a["tokens_per_second"] * max(1, reached / BELIEVED)
     assert (utilization, hours) == (f"{reached:.0%}", f"{seconds / 3600:.0f}")
