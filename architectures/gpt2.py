@@ -15,6 +15,7 @@ from architectures.layers import (
     AFTER_FEED_FORWARD,
     attend_to_heads,
     dropout,
+    keep_inputs,
     key_value_cache,
     no_load,
     product,
@@ -80,7 +81,7 @@ def feed_forward_table(cfg):
     )
 
 
-@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
+@functools.partial(keep_inputs, static_argnums=2)
 def layer_norm(x, p, eps):
     """Norm by mean and deviation over the last dim (arXiv:1607.06450, equation 3), in float32; returns x's dtype."""
     x32 = x.astype(jnp.float32)
@@ -117,8 +118,9 @@ def feed_forward(p, x, tokens, m):
     return out.astype(x.dtype)
 
 
-@functools.partial(jax.checkpoint, prevent_cse=False)
+@keep_inputs
 def gelu(h, bias):
+    """GELU (arXiv:1606.08415, section 2) of h + bias, in h's dtype."""
     return jax.nn.gelu(h + bias).astype(h.dtype)
 
 
@@ -138,12 +140,6 @@ def gpt2_layer(p, x, tokens, m, cache=None):
 def embed(top, ids, position):
     """ids [B, T] at position [B or 1, T] -> rows of the embedding and of the learned positions, added, [B, T, D]."""
     return top["embedding"][ids] + top["positions"][position]
-
-
-def gpt2_cache(cfg, B, T):
-    """{kind: (shape, spec)} of the cache: 2 x D numbers per token and layer."""
-    m = cfg.model
-    return dict(gpt2=key_value_cache(m.blocks, B, T, m.n_head, m.key_dim))
 
 
 def layer_cost(m, kind):
@@ -243,7 +239,7 @@ ARCHITECTURE = Architecture(
     last="gpt2",
     embed=embed,
     norm=layer_norm,
-    cache=gpt2_cache,
+    cache=key_value_cache,
     layer_cost=layer_cost,
     hugging_face=hf.HuggingFace(
         model_types=("gpt2",),

@@ -146,7 +146,12 @@ def _product_backward(spec, operands, g):
 _product.defvjp(_product_forward, _product_backward)
 
 
-@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
+# A function that is cheap to compute again keeps its inputs alone for the backward pass, also with --remat none: not
+# float32 intermediates, which take several times the memory of inputs in bfloat16.
+keep_inputs = functools.partial(jax.checkpoint, prevent_cse=False)
+
+
+@functools.partial(keep_inputs, static_argnums=2)
 def rms_norm(x, scale, eps):
     """Root-mean-square norm over the last dim (arXiv:1910.07467, equation 4), in float32; returns x's dtype."""
     x32 = x.astype(jnp.float32)
@@ -201,9 +206,11 @@ def write_cache(cache, new, position):
     return jax.vmap(write)(cache, new.astype(cache.dtype), position[:, 0])
 
 
-def key_value_cache(layers, B, T, heads, channels):
-    """(shape, spec) of a stack of caches of keys and values for B sequences of at most T tokens."""
-    return (layers, B, T, 2, heads, channels), P("pp", "dp", None, None, "tp", None)
+def key_value_cache(cfg, B, T):
+    """{kind: (shape, spec)} of the cache of B sequences of at most T tokens: each layer's keys and values."""
+    m = cfg.model
+    shape = m.blocks, B, T, 2, m.kv_heads, m.key_dim
+    return {m.architecture: (shape, P("pp", "dp", None, None, "tp", None))}
 
 
 def attend_to_heads(q, kv, position, weight, tokens, m, cache):
@@ -233,7 +240,7 @@ def project_heads(out, weight, tokens, m):
     return scatter_sequence(out, tokens.split)
 
 
-@functools.partial(jax.checkpoint, prevent_cse=False)
+@keep_inputs
 def activate(h):
     """[..., 2, F] -> SwiGLU (arXiv:2002.05202, equation 5); [..., 1, F] -> GELU. Returns [..., F]."""
     if h.shape[-2] == 1:

@@ -133,12 +133,6 @@ def qwen3_layer(p, x, tokens, m, cache):
     return x, (load, cache)
 
 
-def qwen3_cache(cfg, B, T):
-    """{kind: (shape, spec)} of the cache: 2 x n_kv_head x K numbers per token and layer."""
-    m = cfg.model
-    return dict(qwen3=key_value_cache(m.blocks, B, T, m.kv_heads, m.key_dim))
-
-
 def layer_cost(m, kind):
     """`LayerCost` of a layer."""
     D, H, K, H_kv = m.model_dimension, m.n_head, m.key_dim, m.kv_heads
@@ -253,7 +247,7 @@ ARCHITECTURE = Architecture(
     last="qwen3",
     embed=lambda top, ids, position: top["embedding"][ids],
     norm=rms_norm,
-    cache=qwen3_cache,
+    cache=key_value_cache,
     layer_cost=layer_cost,
     hugging_face=hf.HuggingFace(
         model_types=("qwen3", "qwen3_moe"),

@@ -34,14 +34,14 @@ FITTED = {
     "attention": (29.0, 29.0, 9.6),
     "experts": (26.0, 6.0, 9.6),
     "dots": (26.0, 6.0, 9.6),
-    "none": (11.0, 3.0, 9.6),
+    "none": (11.0, 3.0, 2.4),
     # copies in memory
     "logit_copies": (1.25, 1.0, 1.44),  # of the logits that are held at once
     "layer_copies": (1.4, 1.4, 1.3),  # of a layer's intermediates, in its backward pass
-    "layer_copies_kept": (1.4, 1.4, 2.4),  # of the same with --remat none
+    "layer_copies_kept": (1.4, 1.4, 1.0),  # of the same with --remat none
     "expert_copies": (1.4, 1.4, 3.2),  # of those in routed experts
-    "kept": (1.6, 1.6, 2.5),  # channels that --remat none keeps per channel of intermediates
-    "experts_kept": (2.5, 2.5, 1.41),  # of those in routed experts that --remat none keeps
+    "kept": (1.6, 1.6, 0.9),  # channels that --remat none keeps per channel of intermediates
+    "experts_kept": (2.5, 2.5, 0.9),  # of those in routed experts that --remat none keeps
     "scores_kept": (0.0, 0.0, 4.2),  # numbers that it keeps per score, where a kernel keeps scores
     "own_copies": (0.0, 0.0, 6.0),  # of the activations of all microbatches that a device embeds
 }
@@ -90,15 +90,11 @@ def expert_axes(E, split):
     return hlo.axes_of(apart, stage), hlo.axes_of(devices[:1], stage)
 
 
-# Seconds that a GPU takes for an operation beside what it computes and moves, and operations of a layer, forward and
-# backward, by a trace of an H200 (docs/machines/h200.md)
+# Seconds that a GPU takes to launch an operation, and operations of a layer and its gradient (docs/machines/h200.md)
 LAUNCH = 2e-6
 LAUNCHES = 180
-
-
-def kernel_slowness(chip):
-    """By how much slower attention kernels run than other products: at half the peak, on a GPU at a quarter."""
-    return 3 if chip.gpu else 2
+# How much slower than other products attention kernels are: at half the peak, on a GPU at a quarter
+KERNELS = (2, 3)
 
 
 class Program(hlo.Timeline):
@@ -124,7 +120,7 @@ class Program(hlo.Timeline):
     def compute_seconds(self, flops, cycles, moved, is_kernel):
         chip = self.machine.chip
         # no compiler estimates kernels
-        products = flops / chip.speed * (kernel_slowness(chip) if is_kernel else 1)
+        products = flops / chip.speed * (KERNELS[chip.gpu] if is_kernel else 1)
         if chip.gpu:
             return bool(flops or moved) * LAUNCH + max(products, moved / chip.memory_speed)
         return products if is_kernel else cycles / chip.clock
@@ -387,13 +383,10 @@ class Estimate:
     def seconds(self):
         """{part: seconds} without links."""
         chip = self.machine.chip
-        flops = self.flops + (kernel_slowness(chip) - 1) * self.scores
+        flops = self.flops + (KERNELS[chip.gpu] - 1) * self.scores
         products = flops / chip.speed + self.operands / chip.memory_speed
-        launches = chip.gpu * LAUNCHES * LAUNCH * self.layer_passes
-        return {
-            "matrix products": products,
-            "memory": self.passes / chip.memory_speed + launches,
-        }
+        passes = self.passes / chip.memory_speed + chip.gpu * LAUNCHES * LAUNCH * self.layer_passes
+        return {"matrix products": products, "memory": passes}
 
 
 class Layer:

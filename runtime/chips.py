@@ -50,19 +50,14 @@ class Chip(NamedTuple):
         return not self.clock
 
     @property
-    def reached(self):
-        """Share of the peak and of the memory's bandwidth at which the plan counts."""
-        return GPU_REACHES if self.gpu else 1.0
-
-    @property
     def speed(self):
         """FLOP/s at which the plan counts products."""
-        return (self.float32 or self.peak) * self.reached
+        return (self.float32 or self.peak) * (GPU_REACHES if self.gpu else 1)
 
     @property
     def memory_speed(self):
         """Bytes/s at which the plan counts passes over memory."""
-        return self.bandwidth * self.reached
+        return self.bandwidth * (GPU_REACHES if self.gpu else 1)
 
 
 V100 = ("Tesla V100-SXM2-16GB",)

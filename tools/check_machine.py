@@ -151,18 +151,20 @@ class Step:
         self.report = trace.report(opened, found)
         return f"{found.step:.4f} s of a device in a step"
 
-    def halve(self, flag):
-        """Measure the step with half of a flag's value."""
+    def halve_microbatches(self):
+        """Measure the step with half as many microbatches."""
         self.need()
-        half, rest = divmod(utils.flatten(self.cfg)[flag], 2)
-        if rest or not plan.fitted(self.cfg, self.machine.n, **{flag: half}):
-            raise Skipped("it cannot be halved")
-        return self.vary(flag, half)
+        half = self.cfg.data.microbatches // 2
+        if not half:
+            raise Skipped("there is one")
+        return self.vary("microbatches", half)
 
     def vary(self, flag, value):
         """Measure the step with another value of a flag."""
         self.need()
-        cfg = utils.replace(self.cfg, **{flag: value})
+        cfg = plan.fitted(self.cfg, self.machine.n, **{flag: value})
+        if not cfg:
+            raise Skipped(f"{value} does not go with the other flags")
         if not fits(plan.answer(cfg, self.machine)):
             raise Skipped("it does not fit by the plan")
         row = self.run(f"--{flag} {value}", cfg)
@@ -190,7 +192,7 @@ def checks_of(step):
     found["step"] = step.measure
     found["step of a smaller preset"] = step.measure  # where the plan erred
     found["step and its trace"] = step.profile
-    found["flag --microbatches"] = partial(step.halve, "microbatches")
+    found["flag --microbatches"] = step.halve_microbatches
     for flag in ("remat", "fsdp"):
         for value in plan.WAYS[flag]:
             if value != utils.FIELDS[flag].default:

@@ -51,9 +51,7 @@ NOISE = re.compile(r"(jit\([^()]*\)|shard_map|while|body|cond|closed_call|checkp
 LOOPS = ("while", "call", "conditional")  # what they run is traced itself
 # {platform: "PLANE LINE" of the lines of a trace that tell what its devices do}
 DEVICES = dict(
-    cpu="/host:CPU ",
-    tpu=r"/device:TPU:\d+ (Async )?XLA Ops",
-    gpu=r"/device:GPU:\d+ Stream",
+    cpu="/host:CPU ", tpu=r"/device:TPU:\d+ (Async )?XLA Ops", gpu=r"/device:GPU:\d+ Stream"
 )
 
 

@@ -21,8 +21,7 @@ FAILED = "--profile: no trace is written"
 
 
 def compiler_options(cfg):
-    """Compiler options for the step of a run with --profile: a GPU launches each kernel alone, not many as one graph,
-    since kernels of a graph do not say which operation they are."""
+    """Compiler options for a step: with --profile no graphs of kernels, which do not say what operations they are."""
     if cfg.run.profile and jax.default_backend() == "gpu":
         return dict(xla_gpu_graph_min_graph_size=2**31 - 1)
     return {}

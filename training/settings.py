@@ -360,14 +360,11 @@ def check_model(flags, where, names=None):
     names = {flag: flag for flag in flags} | (names or {})
     utils.read_values(flags, where, names)
 
-    def of_file(flag):
-        return names.get(flag[1], flag[0])
-
     alone = dict(attention="auto", n_device_axis=(1, 1, 1), n_devices=1)
     try:
         validate(replace(Config(), **flags | alone), 1)
     except UserError as e:
-        words = re.sub(r"--(\w+)", of_file, str(e))
+        words = re.sub(r"--(\w+)", lambda flag: names.get(flag[1], flag[0]), str(e))
         raise UserError(f"{where}: {words}") from None
 
 
