@@ -29,8 +29,8 @@ class Blocks(NamedTuple):
     stages: int = 2  # of the pipeline that loads blocks ahead of their products
 
 
-# The fastest on an H200 (docs/machines/h200.md); smaller ones where key and value have more than WIDE channels
-# together, and in float32, so that registers suffice.
+# By times on an H200 (docs/machines/h200.md). Smaller ones where key and value have more than WIDE channels together,
+# and in float32, so that registers suffice.
 BLOCKS = Blocks(64)
 WIDE, WIDE_BACKWARD = 192, Blocks(32, stages=3)
 FLOAT32 = Blocks(16, warps=8)

@@ -93,8 +93,8 @@ def expert_axes(E, split):
 # Seconds that a GPU takes to launch an operation, and operations of a layer and its gradient (docs/machines/h200.md)
 LAUNCH = 2e-6
 LAUNCHES = 180
-# How much slower than other products attention kernels are: at half the peak, on a GPU at a quarter
-KERNELS = (2, 3)
+# {whether it is a GPU: how much slower than other products attention kernels are}: half and a quarter of the peak
+KERNELS = {False: 2, True: 3}
 
 
 class Program(hlo.Timeline):

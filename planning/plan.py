@@ -164,8 +164,9 @@ def report(a, machine):
 def collectives_table(a):
     """Lines: the collectives of an `answer` that take a thousandth of their sum or more, the slowest first."""
     lines = []
+    total = sum(row["seconds"] for row in a.collectives)
     for row in sorted(a.collectives, key=lambda row: -row["seconds"]):
-        if row["seconds"] > 1e-3 * sum(row["seconds"] for row in a.collectives):
+        if row["seconds"] > 1e-3 * total:
             lines.append(
                 f"{'':<13}{'+'.join(row['axes']):<10} {row['kind']:<18} {row['bytes'] / 1e6:>10,.1f} MB "
                 f"{row['times']:>8,.0f} {row['seconds']:>8.4f}"

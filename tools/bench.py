@@ -52,6 +52,7 @@ def prepare(cfg):
     mesh = steps.make_mesh(cfg)
     optimizer, schedule = make_optimizer(cfg, mesh)
     abstract = steps.abstract_state(cfg, mesh, optimizer)
+    compiled.clear()  # the devices have room for one
     began = time.perf_counter()
     lowered = steps.lower_train_step(cfg, mesh, optimizer, schedule, abstract)
     step = lowered.compile(compiler_options=profiling.compiler_options(cfg))

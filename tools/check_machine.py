@@ -118,7 +118,6 @@ class Step:
     def run(self, name, cfg):
         """Measure the step of a configuration, which stays in `bench.compiled`, and return its row."""
         now = bench.compiled
-        now.clear()  # the devices have room for one
         about = bench.prepare(utils.replace(cfg, compilation_cache=""))
         now["state"], metrics = now["step"](now["state"], *now["batch"])
         if not math.isfinite(metrics["loss/train_loss"]):
@@ -138,7 +137,6 @@ class Step:
         """Trace three steps, and say where their time went."""
         self.need()
         cfg = utils.replace(self.cfg, profile="1:3", output_dir=self.out, name="step")
-        bench.compiled.clear()
         bench.prepare(utils.replace(cfg, compilation_cache=""))
         bench.run_steps(1)  # the first is slower
         profile = Profile(cfg, 0)

@@ -155,7 +155,6 @@ def events_of(data, trace):
             one = trace.operation(op)
             if line.name.startswith("Async") and not (one and one.links):
                 continue  # copies run beside what a core computes
-            # the plane of a host has all its CPU devices; some operations of a GPU name it besides
             device = plane.name, stats.get("device_ordinal")
             found[device].append((event.start_ns, event.end_ns, op))
     return found
