@@ -36,7 +36,16 @@ from jax.sharding import PartitionSpec as P
 import utils
 from architectures import architecture_of
 from architectures.experts import choose_transport
-from architectures.layers import AFTER_EMBEDDING, Load, Tokens, dropout, gather, no_load, take
+from architectures.layers import (
+    AFTER_EMBEDDING,
+    Load,
+    Tokens,
+    dropout,
+    gather,
+    no_load,
+    rows_of,
+    take,
+)
 from architectures.parameters import is_param, table_map
 from collectives import (
     AXES,
@@ -259,11 +268,22 @@ def document_starts(ids, m):
     end-of-text token up to it. None where documents are not kept apart. ids [M/S, B/dp, T/tp]."""
     if not m.document_mask:
         return None
-    M, B, t = ids.shape
-    ids = gather_sequence(ids.reshape(M * B, t), True)
-    ids = to_stages(ids.reshape(M, B, -1))
+    ids = to_stages(whole_sequences(ids))
     ends = jnp.where(ids == m.end_of_text, jnp.arange(ids.shape[-1]), 0)
     return lax.cummax(ends, axis=2)
+
+
+def whole_sequences(ids):
+    """ids [M/S, B/dp, T/tp] -> those of all devices of tp, [M/S, B/dp, T]."""
+    M, B, t = ids.shape
+    return gather_sequence(ids.reshape(M * B, t), True).reshape(M, B, -1)
+
+
+def with_tokens_before(ids, n):
+    """ids [M/S, B/dp, T/tp] and the n tokens before them in their sequences, [M/S, B/dp, n + T/tp]."""
+    t = ids.shape[-1]
+    whole = jnp.pad(whole_sequences(ids), [(0, 0), (0, 0), (n, 0)])
+    return lax.dynamic_slice_in_dim(whole, lax.axis_index("tp") * t, n + t, 2)
 
 
 def own_microbatches(M):
@@ -292,9 +312,9 @@ def embed(cfg, top, layers, batch):
     m, arch = cfg.model, architecture_of(cfg)
     microbatches = own_microbatches(len(batch.ids))
 
-    def embed_one(ids, microbatch):
+    def embed_one(rows, microbatch):
         tokens = batch.tokens(microbatch)
-        x = arch.embed(top, ids, tokens.within_document())
+        x = arch.embed(top, rows, tokens.within_document())
         return dropout(x, m.dropout_rate, tokens, AFTER_EMBEDDING)
 
     def run_first_layers(weights, _, scanned):
@@ -311,7 +331,11 @@ def embed(cfg, top, layers, batch):
         )
         return (), x, weights
 
-    x = jax.vmap(embed_one)(batch.ids, microbatches)
+    ids = batch.ids
+    if m.embedding_conv:
+        ids = with_tokens_before(ids, m.embedding_conv)
+    rows = rows_of(top["embedding"], ids)
+    x = jax.vmap(embed_one)(rows, microbatches)
     if m.first_layers:
         weights = weights_of(layers, {arch.first})
         _, x, _ = scan_layers(run_first_layers, weights, (), (x, microbatches))
@@ -458,7 +482,7 @@ def run_stage(cfg, weights, x, tokens, cache=None, turn=0):
         return x, (load, new_cache), weights
 
     scanned = np.arange(blocks), cache or {}
-    unrolled = platform() == "cpu" and is_unrolled(cfg, blocks * L)
+    unrolled = not has_loop(cfg)
     x, (load, cache), weights = scan_layers(run_block, weights, x, scanned, unrolled)
     load = load._replace(loss=load.loss.sum(), dropped=load.dropped.sum())
     return x, (load, cache), weights
@@ -466,12 +490,14 @@ def run_stage(cfg, weights, x, tokens, cache=None, turn=0):
 
 # Layers that a program holds one after another. A loop would stack what each layer keeps for its backward pass, and a
 # loop around it would stack that again. More layers have the loop, to compile fast.
-UNROLLED = 8
+UNROLLED = 12
 
 
-def is_unrolled(cfg, layers):
-    """Whether layers in a row are no loop: on accelerators those of a block, on CPUs all where each runs once."""
-    return layers <= UNROLLED and (platform() != "cpu" or runs_once(cfg))
+def has_loop(cfg):
+    """Whether a stage's blocks run in a loop, over blocks or microbatches."""
+    blocks = blocks_of_stage(cfg)
+    many = blocks > 1 and blocks * cfg.model.layers_per_block > UNROLLED
+    return many or not runs_once(cfg)
 
 
 def run_layers(cfg, kind, n, weights, block, first, x, tokens, cache=None):
@@ -485,7 +511,8 @@ def run_layers(cfg, kind, n, weights, block, first, x, tokens, cache=None):
         return x, cache, own
 
     own = weights_of(weights, {kind})
-    x, cache, own = scan_layers(run_next, own, x, (np.arange(n), cache), is_unrolled(cfg, n))
+    unrolled = n <= UNROLLED and (platform() != "cpu" or runs_once(cfg))
+    x, cache, own = scan_layers(run_next, own, x, (np.arange(n), cache), unrolled)
     return x, cache, WithGrad(weights.value, weights.grad | own.grad)
 
 
@@ -499,9 +526,8 @@ def recompute(cfg, kind, run):
     """
     if cfg.model.remat == "none":
         return run
-    is_loop = blocks_of_stage(cfg) > 1 or not runs_once(cfg)
     in_block = cfg.model.layers_per_block > 1 and kind in architecture_of(cfg).stacks
-    barriers = platform() == "cpu" or not (is_loop and in_block)
+    barriers = platform() == "cpu" or not (has_loop(cfg) and in_block)
     kept = [cfg.model.remat]  # by `checkpoint_name`
     if keeps_attention(cfg, platform()):
         kept.append("kernel")

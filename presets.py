@@ -19,7 +19,7 @@ MINUTES = """
 MUON = "--optimizer muon --schedule linear --end_lr 0 --embedding_lr 1.75"
 # the blocks of moe1b for minutes on two CPU cores
 TINY = f"""{MINUTES} {MUON}
-    --blocks 2 --layers_per_block 2 --latent_dim 64 --rope_dim 32 --embedding_norm --latent_conv 3
+    --blocks 2 --layers_per_block 2 --latent_dim 64 --rope_dim 32 --embedding_norm --embedding_conv 3 --latent_conv 3
     --n_experts 8 --n_shared 1 --expert_dim 128 --train_batch_size 8 --microbatches 4
     --muon_momentum 0.75 --max_lr 16e-3 --training_steps 400 --weight_decay 0.4
     --balance_weight 1e-3 --bias_update_rate 1e-2
@@ -55,7 +55,9 @@ def week(width, batch, blocks, T, max_lr, weight_decay, warmup_steps, training_s
 
 PRESETS = {
     # rates as docs/rates.md derives them from those of tiny
-    "moe1b": f"{MUON} --max_lr 4e-3 --weight_decay 0.03 --embedding_norm --latent_conv 3",
+    "moe1b": f"""{MUON}
+        --max_lr 4e-3 --weight_decay 0.03 --embedding_norm --embedding_conv 3 --latent_conv 3
+    """,
     "tiny": TINY,
     # many small experts in every layer, at tiny's operations a token
     "sparse-tiny": f"""{TINY}

@@ -53,6 +53,8 @@ class Model:
     """Base of the rotary frequencies."""
     embedding_norm: bool = choice(False)
     """Whether a token's row of the embedding is normalized before it enters the first layer."""
+    embedding_conv: int = choice(0, most=64)
+    """Earlier tokens whose rows of the embedding a short convolution adds to each token's; 0: none."""
     latent_conv: int = choice(0, most=64)
     """Earlier tokens that a short convolution mixes into each token's key/value latent; 0: none."""
     activation: Literal["swiglu", "gelu"] = "swiglu"

@@ -33,7 +33,7 @@ class Architecture(NamedTuple):
     table: Callable  # cfg -> parameter table, without a head of its own
     layers: dict  # {kind of layer, as in the table: function; see layers.py}
     last: str  # kind of the layer that ends a block
-    embed: Callable  # (parameters outside layers, ids [B, T], position [B or 1, T]) -> [B, T, D]
+    embed: Callable  # (parameters outside layers, rows of the embedding [B, T, D], position [B or 1, T]) -> [B, T, D]
     norm: Callable  # (x, parameters, eps) -> x, before the head
     cache: Callable  # (cfg, B, T) -> {kind of layer: (shape, spec)}
     layer_cost: Callable  # (flags of the model, kind of layer) -> LayerCost

@@ -52,7 +52,7 @@ LATENT_NORM_EPS = 1e-6
 
 FLAGS = frozenset(
     "first_layers layers_per_block latent_dim q_latent_dim head_dim rope_dim rope_base "
-    "embedding_norm latent_conv "
+    "embedding_norm embedding_conv latent_conv "
     "expert_dim n_experts experts_per_token n_groups k_groups routed_scaling n_shared "
     "capacity_factor experts balance_weight bias_update_rate".split()
 )
@@ -80,6 +80,8 @@ def deepseek_table(cfg):
     )
     if m.embedding_norm:
         table["embedding_norm"] = scale_param(D)
+    if m.embedding_conv:
+        table["embedding_conv"] = bias_param(m.embedding_conv, D, spec=P(None, None))
     if m.first_layers:
         table["first"] = stack(dense, m.first_layers, over=None)
     if m.layers_per_block > 1:
@@ -158,8 +160,12 @@ def attention(p, x, tokens, m, cache=None):
     if cache is not None:
         kv = cache = write_cache(cache, kv, position)
     if m.latent_conv:
+        within = jnp.arange(kv.shape[1])[None]
+        if tokens.start is not None:
+            within = within - tokens.start
         with jax.named_scope("short_conv"):
-            kv = short_conv(kv, p["conv"], tokens.start)
+            kv = jnp.pad(kv, [(0, 0), (m.latent_conv, 0), (0, 0)])
+            kv = short_conv(kv, p["conv"], within)
     q = project_queries(q, p["q_up"], position, m)  # [B, H/tp, T, K + rope_dim]
     k_up, v_up = jnp.split(p["kv_up"], (m.key_dim,), -1)  # [R, H/tp, K], [R, H/tp, V]
     if cache is not None and q.shape[2] == 1:
@@ -189,20 +195,18 @@ def project_latents(p, x, tokens, m):
     return q, latents[..., Q:]
 
 
-def short_conv(x, w, start):
-    """Causal convolution of each channel over a few tokens, added to the token's own latent (H3, arXiv:2212.14052,
-    section 3.1, shift matrix): x [B, T, R + rope_dim] -> the same.
+def short_conv(x, w, position):
+    """Causal convolution of each channel over a few tokens, added to the token's own channels (H3, arXiv:2212.14052,
+    section 3.1, shift matrix): x [B, n + T, C] -> the last T tokens, [B, T, C].
 
-    w [latent_conv, R + rope_dim], float32, weighs the latents of the token before, of the one before that, and so on;
-    those of other documents, before start [B, T], count as 0.
+    w [n, C], float32, weighs the token before, the one before that, and so on. position [B or 1, T] of each token in
+    its document: what is before the document's first token counts as 0.
     """
-    T = x.shape[1]
-    y = x.astype(jnp.float32)
+    n = len(w)
+    y = x[:, n:].astype(jnp.float32)
     for distance, weight in enumerate(w, 1):
-        before = jnp.pad(x, ((0, 0), (distance, 0), (0, 0)))[:, :T]
-        if start is not None:
-            inside = jnp.arange(T) - distance >= start
-            before = jnp.where(inside[..., None], before, 0)
+        before = x[:, n - distance : -distance]
+        before = jnp.where(position[..., None] >= distance, before, 0)
         y = y + CONV_SCALE * weight * before
     return y.astype(x.dtype)
 
@@ -289,11 +293,13 @@ def layer(p, x, tokens, m, cache):
     return x, (load, cache)
 
 
-def embed(top, ids, position):
-    """ids [B, T] -> rows of the embedding [B, T, D], normalized with --embedding_norm. Layers add positions."""
-    x = top["embedding"][ids]
+def embed(top, x, position):
+    """Rows of the embedding x [B, T, D], normalized with --embedding_norm. With --embedding_conv n they come with those
+    of the n tokens before, [B, n + T, D], and these are added. Layers add positions."""
     if "embedding_norm" in top:
         x = rms_norm(x, top["embedding_norm"], EMBEDDING_NORM_EPS)
+    if "embedding_conv" in top:
+        x = short_conv(x, top["embedding_conv"], position)
     return x
 
 
@@ -306,6 +312,8 @@ def latent_cache(cfg, B, T):
     cache = dict(moe=((m.blocks, B, T, last), P("pp", "dp", None, None)))
     if L > 1:
         cache["dense"] = (m.blocks, L - 1, B, T, rotated), P("pp", None, "dp", None, None)
+    if m.embedding_conv:
+        cache["embedding"] = (B, T, m.model_dimension), P("dp", None, None)
     if m.first_layers:
         cache["first"] = (m.first_layers, B, T, rotated), P(None, "dp", None, None)
     return cache
@@ -348,6 +356,8 @@ def hugging_face_tensors(m):
     yield from hf.outer_tensors(m)
     if m.embedding_norm:
         yield hf.plain("model.embedding_norm.weight", ("embedding_norm",), (), (D,))
+    if m.embedding_conv:
+        yield hf.plain("model.embedding_conv", ("embedding_conv",), (), (m.embedding_conv, D))
     for n in range(m.first_layers):
         yield from layer_tensors(m, n, ("first",), (n,))
     for block in range(m.blocks):
@@ -410,7 +420,9 @@ def moe_tensors(m, prefix, leaf, at):
 
 # Flags that have one value in DeepseekV3ForCausalLM. Models with another are exported as MoEPretrainingForCausalLM,
 # with its code (inference/exported/).
-ONE_VALUE = dict(layers_per_block=1, activation="swiglu", embedding_norm=False, latent_conv=0)
+ONE_VALUE = dict(
+    layers_per_block=1, activation="swiglu", embedding_norm=False, embedding_conv=0, latent_conv=0
+)
 OWN_TYPE = "moe_pretraining"
 HIDDEN_ACT = dict(swiglu="silu", gelu="gelu_new")
 # Entries that hold a flag's value, but for num_hidden_layers, which counts all layers
@@ -429,6 +441,7 @@ ENTRIES = hf.COMMON | dict(
     first_k_dense_replace="first_layers",
     layers_per_block="layers_per_block",
     embedding_norm="embedding_norm",
+    embedding_conv="embedding_conv",
     latent_conv="latent_conv",
 )
 # Entries of which other values are refused; the first of each is the one that we write, and the one of a missing entry
@@ -525,6 +538,7 @@ ARCHITECTURE = Architecture(
             tie_word_embeddings=False,
             layers_per_block=1,
             embedding_norm=False,
+            embedding_conv=0,
             latent_conv=0,
         ),
         flags=from_hugging_face,

@@ -15,10 +15,10 @@ from architectures.layers import (
     AFTER_FEED_FORWARD,
     attend_to_heads,
     dropout,
-    keep_inputs,
     key_value_cache,
     no_load,
     product,
+    rows_of,
     tensor_parallel,
 )
 from architectures.parameters import (
@@ -81,14 +81,34 @@ def feed_forward_table(cfg):
     )
 
 
-@functools.partial(keep_inputs, static_argnums=2)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def layer_norm(x, p, eps):
     """Norm by mean and deviation over the last dim (arXiv:1607.06450, equation 3), in float32; returns x's dtype."""
+    return _layer_norm_forward(x, p, eps)[0]
+
+
+def _layer_norm_forward(x, p, eps):
     x32 = x.astype(jnp.float32)
-    x32 -= x32.mean(-1, keepdims=True)
-    variance = jnp.mean(x32 * x32, -1, keepdims=True)
-    normal = x32 * lax.rsqrt(variance + eps)
-    return (normal * p["scale"] + p["bias"]).astype(x.dtype)
+    mean = x32.mean(-1, keepdims=True)
+    x32 -= mean
+    inverse = lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps)
+    y = x32 * inverse * p["scale"] + p["bias"]
+    return y.astype(x.dtype), (x, p, mean, inverse)
+
+
+def _layer_norm_backward(eps, kept, g):
+    x, p, mean, inverse = lax.optimization_barrier(kept)
+    normal = (x.astype(jnp.float32) - mean) * inverse
+    g = g.astype(jnp.float32)
+    d_normal = g * p["scale"]
+    along = jnp.mean(d_normal * normal, -1, keepdims=True)
+    dx = inverse * (d_normal - d_normal.mean(-1, keepdims=True) - normal * along)
+    others = range(g.ndim - 1)
+    dp = dict(scale=(g * normal).sum(others), bias=g.sum(others))
+    return dx.astype(x.dtype), dp
+
+
+layer_norm.defvjp(_layer_norm_forward, _layer_norm_backward)
 
 
 def attention(p, x, tokens, m, cache):
@@ -97,11 +117,14 @@ def attention(p, x, tokens, m, cache):
     x [B, T/tp, D] -> [B, T/tp, D] and the cache, [B, T_max, 2, H/tp, K] or None.
     """
     x = gather_sequence(x, tokens.split)  # [B, T, D]
-    qkv = product("btd,dchk->bchtk", x, p["qkv"])  # [B, 3, H/tp, T, K]
-    qkv = qkv + p["qkv_bias"][:, :, None]
-    q, kv = jnp.split(qkv.astype(x.dtype), (1,), 1)
+
+    def heads(part):  # [B, H/tp, T, K]; a product for each, since its gradient need not join them
+        h = product("btd,dhk->bhtk", x, p["qkv"][:, part]) + p["qkv_bias"][part, :, None]
+        return h.astype(x.dtype)
+
+    q, k, v = map(heads, range(3))
     position = tokens.whole(x.shape[1])
-    out, cache = attend_to_heads(q[:, 0], kv, position, p["out"], tokens, m, cache)
+    out, cache = attend_to_heads(q, k, v, position, p["out"], tokens, m, cache)
     out = out + p["out_bias"]
     return out.astype(x.dtype), cache
 
@@ -118,10 +141,25 @@ def feed_forward(p, x, tokens, m):
     return out.astype(x.dtype)
 
 
-@keep_inputs
+@jax.custom_vjp
 def gelu(h, bias):
-    """GELU (arXiv:1606.08415, section 2) of h + bias, in h's dtype."""
+    """GELU (arXiv:1606.08415, section 2) of h [B, T, F] + bias [F], in h's dtype."""
     return jax.nn.gelu(h + bias).astype(h.dtype)
+
+
+def _gelu_forward(h, bias):
+    return gelu(h, bias), (h, bias)
+
+
+def _gelu_backward(inputs, g):
+    h, bias, g = lax.optimization_barrier((*inputs, g))
+    _, pull = jax.vjp(jax.nn.gelu, h + bias)
+    (dh,) = pull(g.astype(bias.dtype))
+    dh = lax.optimization_barrier(dh.astype(h.dtype))
+    return dh, dh.sum((0, 1), bias.dtype)
+
+
+gelu.defvjp(_gelu_forward, _gelu_backward)
 
 
 def gpt2_layer(p, x, tokens, m, cache=None):
@@ -137,9 +175,9 @@ def gpt2_layer(p, x, tokens, m, cache=None):
     return x, (no_load(0), cache)
 
 
-def embed(top, ids, position):
-    """ids [B, T] at position [B or 1, T] -> rows of the embedding and of the learned positions, added, [B, T, D]."""
-    return top["embedding"][ids] + top["positions"][position]
+def embed(top, x, position):
+    """Rows of the embedding x [B, T, D] and of the learned positions, for position [B or 1, T], added."""
+    return x + rows_of(top["positions"], position)
 
 
 def layer_cost(m, kind):

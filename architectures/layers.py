@@ -17,7 +17,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from architectures.parameters import is_param, split_over_tp, weight_param
-from collectives import WithGrad, exchange_heads, gather_sequence, gather_weight, scatter_sequence
+from collectives import (
+    WithGrad,
+    exchange_heads,
+    gather_sequence,
+    gather_weight,
+    platform,
+    scatter_sequence,
+)
 from kernels import attention as kernels
 
 # Places in a model behind which channels are dropped; each draws differently.
@@ -109,6 +116,34 @@ def _take_backward(index, gradients):
 
 
 take.defvjp(_take_forward, _take_backward)
+
+
+@jax.custom_vjp
+def rows_of(table, ids):
+    """table[ids], [..., D] of table [n, D]. Its gradient is summed in float32, to the same bits every time."""
+    return table[ids]
+
+
+def _rows_of_forward(table, ids):
+    return table[ids], (table, ids)
+
+
+def _rows_of_backward(kept, g):
+    table, ids = kept
+    n, D = table.shape
+    ids = ids.reshape(-1)
+    g = g.reshape(-1, D).astype(jnp.float32)
+    if platform() == "gpu":  # which adds to a row in any order, and so rounds in many ways
+        g = jnp.cumsum(g[jnp.argsort(ids)], 0)
+        ends = jnp.cumsum(jnp.bincount(ids, length=n))  # of each row's terms, in that order
+        upto = jnp.where(ends[:, None] > 0, g[ends - 1], 0)
+        total = jnp.diff(upto, axis=0, prepend=0)
+    else:
+        total = jnp.zeros((n, D), jnp.float32).at[ids].add(g)
+    return total.astype(table.dtype), None
+
+
+rows_of.defvjp(_rows_of_forward, _rows_of_backward)
 
 
 def product(spec, x, w, kept_by="dots"):
@@ -213,15 +248,16 @@ def key_value_cache(cfg, B, T):
     return {m.architecture: (shape, P("pp", "dp", None, None, "tp", None))}
 
 
-def attend_to_heads(q, kv, position, weight, tokens, m, cache):
-    """Attention of queries [B, H/tp, T, K] at position [B or 1, T] to keys and values kv [B, 2, H_kv/tp, T, K] of the
-    same tokens, and of those before them in the `key_value_cache`, if there is one. Returns what `project_heads` makes
-    of it, and the cache."""
+def attend_to_heads(q, k, v, position, weight, tokens, m, cache):
+    """Attention of queries q [B, H/tp, T, K] at position [B or 1, T] to keys and values k and v [B, H_kv/tp, T, K] of
+    the same tokens, and to those before them in the `key_value_cache`, if there is one. Returns what `project_heads`
+    makes of it, and the cache."""
     if cache is not None:
-        cache = write_cache(cache, jnp.moveaxis(kv, 3, 1), position)
-        kv = jnp.moveaxis(cache, 1, 3)
+        new = jnp.stack([k, v], 2).swapaxes(1, 3)  # [B, T, 2, H_kv/tp, K]
+        cache = write_cache(cache, new, position)
+        k, v = jnp.moveaxis(cache.swapaxes(1, 3), 2, 0)
     attend = attention_kernel(m, cache)
-    out = attend(q * m.key_dim**-0.5, kv[:, 0], kv[:, 1], position, tokens.start)
+    out = attend(q * m.key_dim**-0.5, k, v, position, tokens.start)
     return project_heads(out, weight, tokens, m), cache
 
 

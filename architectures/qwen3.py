@@ -98,15 +98,15 @@ def attention(p, x, tokens, m, cache):
     x = gather_sequence(x, tokens.split)  # [B, T, D]
     position = tokens.whole(x.shape[1])
     q = product("btd,dhk->bhtk", x, p["q"])  # [B, H/tp, T, K]
-    kv = product("btd,dchk->bchtk", x, p["kv"])  # [B, 2, H_kv/tp, T, K]
+    k = product("btd,dhk->bhtk", x, p["kv"][:, 0])  # [B, H_kv/tp, T, K]
+    v = product("btd,dhk->bhtk", x, p["kv"][:, 1])
 
     frequencies = rotary_frequencies(m.key_dim, m.rope_base)
     q = rms_norm(q, p["q_norm"], m.norm_eps)
     q = rotate(q, position[:, None], frequencies)
-    k = rms_norm(kv[:, 0], p["k_norm"], m.norm_eps)
+    k = rms_norm(k, p["k_norm"], m.norm_eps)
     k = rotate(k, position[:, None], frequencies)
-    kv = kv.at[:, 0].set(k)
-    return attend_to_heads(q, kv, position, p["out"], tokens, m, cache)
+    return attend_to_heads(q, k, v, position, p["out"], tokens, m, cache)
 
 
 def softmax_router(p, x, m):
@@ -245,7 +245,7 @@ ARCHITECTURE = Architecture(
     table=qwen3_table,
     layers=dict(qwen3=qwen3_layer),
     last="qwen3",
-    embed=lambda top, ids, position: top["embedding"][ids],
+    embed=lambda top, x, position: x,
     norm=rms_norm,
     cache=key_value_cache,
     layer_cost=layer_cost,

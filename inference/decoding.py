@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import collectives
 import model
 from architectures import architecture_of
-from architectures.layers import Tokens
+from architectures.layers import Tokens, write_cache
 from kernels import loss
 
 
@@ -39,10 +39,15 @@ def make_decode(cfg, mesh):
             keep = functools.partial(jnp.where, valid)
             return y, jax.tree.map(keep, new_cache, cache), weights
 
-        x = arch.embed(top, ids, position)
-        first = {}
+        x = top["embedding"][ids]
+        cache, first = dict(cache), {}
+        if n := m.embedding_conv:
+            rows = first["embedding"] = write_cache(cache.pop("embedding"), x, position)
+            before = offset[:, None] - n + jnp.arange(n)  # those before the sequence count as 0
+            before = jnp.take_along_axis(rows, jnp.maximum(before, 0)[..., None], 1)
+            x = jnp.concatenate([before, x], 1)
+        x = arch.embed(top, x, position)
         if m.first_layers:
-            cache = dict(cache)
             own = cache.pop(arch.first)
             x, first[arch.first], _ = model.run_layers(
                 cfg, arch.first, m.first_layers, weights, (), 0, x, tokens, own

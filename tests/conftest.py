@@ -79,7 +79,7 @@ SMALL = given("""
 SMALL_RUN = SMALL | dict(layers_per_block=1)
 # Other architectures in the same size: nothing of SMALL that they have no use for
 SMALL_DEEPSEEK = given("""
-    --no_embedding_norm --latent_conv 0 --first_layers 1 --layers_per_block 1 --no_tied --head_dim 12
+    --no_embedding_norm --embedding_conv 0 --latent_conv 0 --first_layers 1 --layers_per_block 1 --no_tied --head_dim 12
     --q_latent_dim 10 --experts_per_token 3 --n_groups 4 --k_groups 2 --routed_scaling 2.5
 """)
 SMALL_GPT2 = flags_without_choice("gpt2") | given("--blocks 4 --ffn_dim 72 --embedding_lr 1")

@@ -298,9 +298,12 @@ def test_one_batch_overfits():
 
 DEEPSEEK = ARCHITECTURES["deepseek"] | dict(first_layers=2, q_latent_dim=0)
 # every part that decoding or documents meet
-DECODED = ARCHITECTURES | dict(deepseek=DEEPSEEK | dict(latent_conv=3, embedding_norm=True))
+DECODED = ARCHITECTURES | dict(
+    deepseek=DEEPSEEK | dict(embedding_conv=3, latent_conv=3, embedding_norm=True)
+)
 NO_SHARED = DEEPSEEK | dict(n_shared=0)
-CACHED = [dict(layers_per_block=2, latent_conv=3, embedding_norm=True, capacity_factor=0.5)]
+CONVOLUTIONS = dict(embedding_conv=2, latent_conv=3)
+CACHED = [CONVOLUTIONS | dict(layers_per_block=2, embedding_norm=True, capacity_factor=0.5)]
 CACHED += (ARCHITECTURES | dict(deepseek=NO_SHARED)).values()
 
 
@@ -324,6 +327,7 @@ def test_decoding_with_a_cache_gives_the_scores_of_the_full_forward_pass(flags):
     per_token = sum(leaf.size for leaf in jax.tree.leaves(cache)) / (8 * 16)
     layers, without = m.first_layers + m.blocks * m.layers_per_block, 0 if m.moe_rope else m.blocks
     latents = layers * (m.latent_dim + m.rope_dim) - without * m.rope_dim
+    latents += m.model_dimension * bool(m.embedding_conv)
     assert per_token == (latents if m.latent_dim else 2 * layers * m.kv_heads * m.key_dim)
     padded = np.where(np.arange(9) < lengths[:, None], ids[:, :9], 7)
     logits, cache = decode(params, padded, cache, 0 * lengths, lengths - 1)

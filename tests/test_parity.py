@@ -93,7 +93,7 @@ def test_parity_where_all_tokens_choose_one_expert(experts):
 
 DOCUMENTS = given("--document_mask") | dict(end_of_text=7)
 # DeepSeek-V3's first layers run on all of pp; experts as on accelerators
-DEEPSEEK = given("--embedding_norm --latent_conv 3 --experts buckets")
+DEEPSEEK = given("--embedding_norm --embedding_conv 3 --latent_conv 3 --experts buckets")
 DEEPSEEK = ARCHITECTURES["deepseek"] | DEEPSEEK
 FEW_EXPERTS = given("--n_experts 4 --n_groups 2 --k_groups 1 --experts_per_token 2")
 OTHER_LAYERS = given("--first_layers 2 --q_latent_dim 0 --fsdp full")

@@ -36,7 +36,11 @@ DENSE = given("--n_kv_head 2 --blocks 2 --n_experts 0 --experts_per_token 0 --no
 # Models that transformers does not know, by the code that an export writes beside the weights
 OWN = given("--n_head 2 --blocks 2 --layers_per_block 3 --head_dim 9 --first_layers 1 --rope_dim 6")
 OWN |= given("--balance_weight 0")
-OWN_GELU = OWN | GROUPS | given("--activation gelu --layers_per_block 1 --no_embedding_norm")
+OWN_GELU = (
+    OWN
+    | GROUPS
+    | given("--activation gelu --layers_per_block 1 --no_embedding_norm --embedding_conv 0")
+)
 OWN_GELU |= given("--q_latent_dim 0 --no_tied --n_shared 0")
 SIZES = {
     "own": OWN,

@@ -11,6 +11,7 @@ class MoEPretrainingConfig(PreTrainedConfig):
     rope_frequencies: radians per position of each pair of rotary channels
     latent_conv: earlier tokens that a convolution adds to a key/value latent
     embedding_norm: whether rows of the embedding are normalized
+    embedding_conv: earlier tokens whose rows of the embedding a convolution adds to a token's
     hidden_act: silu for SwiGLU, or gelu_new for a feed-forward without a gate
     """
 

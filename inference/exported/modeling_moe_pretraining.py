@@ -1,6 +1,6 @@
 """A model trained with moe-pretraining, for Hugging Face's transformers 5.
 
-DeepSeek-V3 (arXiv:2412.19437) with blocks of several layers, a norm of the embedding and short convolutions of latents.
+DeepSeek-V3 (arXiv:2412.19437) with blocks of several layers, a norm of the embedding, and short convolutions.
 To read, evaluate and sample; it is not fast.
 
 Shapes: B batch, t new tokens, T all tokens up to the last, D model, H heads, K channels of a head's key and value,
@@ -84,7 +84,7 @@ class Attention(nn.Module):
             latents = cache.update(latents, latents[..., :0], self.index)[0][:, 0]
         latents = latents * real[..., None]  # [B, T, R + rope]
         if hasattr(self, "conv"):
-            latents = self.short_conv(latents)
+            latents = short_conv(latents, self.conv)
 
         latent, key = latents.split([self.R, self.rope], -1)
         kv = self.kv_b_proj(latent).unflatten(-1, (self.heads, -1)).transpose(1, 2)
@@ -98,13 +98,14 @@ class Attention(nn.Module):
             return self.q_proj(x)
         return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
 
-    def short_conv(self, x):
-        """Adds to each token's latent those of a few tokens before it: x [B, T, R + rope] -> the same."""
-        y = x.float()
-        for distance, weight in enumerate(self.conv, 1):
-            before = F.pad(x, (0, 0, distance, 0))[:, : x.shape[1]]
-            y = y + CONV_SCALE * weight * before
-        return y.to(x.dtype)
+
+def short_conv(x, weights):
+    """Adds to each token's channels those of a few tokens before it, by weights [n, C]: x [B, T, C] -> the same."""
+    y = x.float()
+    for distance, weight in enumerate(weights, 1):
+        before = F.pad(x, (0, 0, distance, 0))[:, : x.shape[1]]
+        y = y + CONV_SCALE * weight * before
+    return y.to(x.dtype)
 
 
 class FeedForward(nn.Module):
@@ -199,17 +200,29 @@ class Transformer(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         if config.embedding_norm:
             self.embedding_norm = RMSNorm(config.hidden_size, SMALL_EPS)
+        if n := config.embedding_conv:
+            self.embedding_conv = nn.Parameter(torch.zeros(n, config.hidden_size))
         layers = (Layer(config, index) for index in range(config.num_hidden_layers))
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, ids, *tokens):
+    def forward(self, ids, positions, real, seen, cache):
         x = self.embed_tokens(ids)
         if hasattr(self, "embedding_norm"):
             x = self.embedding_norm(x)
+        if hasattr(self, "embedding_conv"):
+            x = self.with_tokens_before(x, real, cache)
         for layer in self.layers:
-            x = layer(x, *tokens)
+            x = layer(x, positions, real, seen, cache)
         return self.norm(x)
+
+    def with_tokens_before(self, x, real, cache):
+        """x [B, t, D] -> the same, with shares of earlier tokens, which `cache` holds as one more layer."""
+        t = x.shape[1]
+        if cache is not None:
+            x = cache.update(x[:, None], x[:, None, :, :0], len(self.layers))[0][:, 0]
+        x = x * real[..., None]  # [B, T, D]
+        return short_conv(x, self.embedding_conv)[:, -t:]
 
 
 class MoEPretrainingForCausalLM(PreTrainedModel, GenerationMixin):

@@ -25,6 +25,7 @@ DEEPSEEK_MODEL = dict(n_experts=[2, 3, 4, 6, 8, 16], experts_per_token=[1, 2, 3]
 DEEPSEEK_MODEL |= dict(expert_dim=[12, 24, 32], n_groups=[1, 1, 2], k_groups=[1, 2])
 DEEPSEEK_MODEL |= dict(n_shared=[0, 1, 2], first_layers=[0, 0, 1, 2, 3], rope_dim=[2, 8])
 DEEPSEEK_MODEL |= dict(layers_per_block=[1, 1, 2, 3], latent_dim=[9, 16], latent_conv=[0, 3])
+DEEPSEEK_MODEL |= dict(embedding_conv=[0, 3])
 DEEPSEEK_MODEL |= dict(q_latent_dim=[-1, 0, 10], embedding_norm=[False, True], tied=[False, True])
 DEEPSEEK_MODEL["experts"] = ["tiles", "buckets"]
 # of flags that say how a model and its batch are spread, and may not change a result
