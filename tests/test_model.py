@@ -296,6 +296,26 @@ def test_one_batch_overfits():
     assert metrics[-1]["loss/train_cross_entropy_loss"] < 0.1
 
 
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_gradient_of_the_embedding_sums_a_token_s_terms_in_float32(
+    platform, dtype, monkeypatch
+):
+    """A GPU sums them sorted, since its scatter-adds round in another way each time; no row where no token was."""
+    monkeypatch.setattr(layers, "platform", lambda: platform)
+    rng = np.random.default_rng(0)
+    ids = rng.zipf(1.3, (4, 500)) % 300  # half of them are a few tokens
+    g = jnp.asarray(rng.standard_normal((4, 500, 8)), dtype)
+    table = jnp.zeros((320, 8), dtype)
+    _, pull = jax.vjp(lambda table: layers.rows_of(table, ids), table)
+    right = np.zeros((320, 8))
+    np.add.at(right, ids, np.asarray(g, np.float64))
+    found = np.asarray(pull(g)[0], np.float64)
+    rounding = 1e-4 + abs(right) * (2**-8 if dtype == "bfloat16" else 0)
+    assert (abs(found - right) <= rounding).all()
+    assert not found[right == 0].any()
+
+
 DEEPSEEK = ARCHITECTURES["deepseek"] | dict(first_layers=2, q_latent_dim=0)
 # every part that decoding or documents meet
 DECODED = ARCHITECTURES | dict(
