@@ -17,8 +17,7 @@ from utils import Config, flags_with, flatten, replace
 
 PADDING = 1.01  # up to which published models pad their vocabularies
 MOST_PROFILED = 50  # steps; longer traces are too large for the programs that show them
-# What may change where a run resumes, which is printed then.
-SCHEDULE = {"warmup_steps", "decay_steps", "end_steps"}
+SCHEDULE = {"warmup_steps", "decay_steps", "end_steps"}  # may change in a run, which is printed
 # Of config.json, beside what must be the same.
 BATCHES = {"train_batch_size", "val_batch_size", "accumulation_steps"}
 NEEDED_TO_RESUME = BATCHES | {"n_device_axis", "data"}
@@ -289,8 +288,7 @@ def check_same(cfg, stored, flags=utils.FIELDS.keys()):
 
 
 def compare(cfg, others, flags, whose, advice="leave the flag out"):
-    """Raises UserError where one of `flags` has another value in `cfg` than in {flag: value} `others`. whose: the words
-    before that value."""
+    """Raises UserError where one of `flags` has another value than in {flag: value} `others`, as `whose` words say."""
     now = flatten(cfg)
     for flag in sorted(flags & others.keys()):
         if now[flag] != others[flag]:
@@ -345,8 +343,7 @@ def stored_config(folder):
 
 
 def check_stored(config, folder, needed):
-    """Raises UserError where the {flag: value} `config` of a run directory lacks one of `needed`, or has a
-    value that its flag cannot have, as a file that someone edited."""
+    """Raises UserError where a run's {flag: value} lacks one of `needed`, or a value is none that its flag can have."""
     path, advice = os.path.join(folder, "config.json"), "; restore it"
     if missing := sorted({*needed} - config.keys()):
         raise UserError(f"{path}: {', '.join(missing)} is missing{advice}.")
@@ -371,7 +368,10 @@ def check_model(flags, where, names=None):
 def check(cfg):
     """Raises UserError where flags of a completed configuration do not fit each other."""
     check_multiples(cfg)
-    check_architecture(cfg)
+    name = cfg.model.architecture
+    only = architectures.flags_without_choice(name)
+    compare(cfg, only, only.keys(), f"--architecture {name} has no such choice, only")
+    architectures.architecture(name).check(cfg)
     check_attention(cfg)
     check_limits(cfg.model, cfg.optimizer)
     check_names(cfg)
@@ -404,14 +404,6 @@ def check_multiples(cfg):
         raise UserError(
             f"--n_experts {m.n_experts}: must divide dp x tp, {n}, or be divided by it."
         )
-
-
-def check_architecture(cfg):
-    """Raises UserError for flags that the architecture does not have, and for those that it does not take."""
-    name = cfg.model.architecture
-    only = architectures.flags_without_choice(name)
-    compare(cfg, only, only.keys(), f"--architecture {name} has no such choice, only")
-    architectures.architecture(name).check(cfg)
 
 
 def check_attention(cfg):
