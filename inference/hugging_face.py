@@ -140,8 +140,7 @@ def read_tensor(there, name):
 
 
 def load(folder, abstract):
-    """Parameters like `abstract` (steps.abstract_params) from a folder, tensor by tensor. Raises UserError as `check`
-    and `read_tensor` do."""
+    """Parameters like `abstract` (steps.abstract_params) from a folder, tensor by tensor. Raises UserError."""
     config = read_json(folder, "config.json")
     _, form = format_of(config, os.path.join(folder, "config.json"))
     m = utils.replace(utils.Config(), **model_flags(config, folder)).model

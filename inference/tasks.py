@@ -91,8 +91,7 @@ class TaskModel(TemplateLM):
         return [log_likelihood for log_likelihood, _ in self.measure(pairs)]
 
     def measure(self, pairs):
-        """(log-likelihood, whether greedy decoding would draw it) of each continuation in `pairs` of token ids
-        (context, continuation), after its context."""
+        """(log-likelihood, whether greedy decoding draws it) of each of the `pairs` (context, continuation) of ids."""
         found = []
         for unit, pair in enumerate(pairs):
             for context, continuation in self.windows(*pair):

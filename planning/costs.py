@@ -514,9 +514,8 @@ class Layer:
 
     def kept_by_attention(self):
         """Channels per token that it keeps of its attention kernel: the output, and a sum in float32 for each head."""
-        return (
-            self.keeps_attention * self.m.n_head * (self.cost.value_channels + 4 / self.step.bytes)
-        )
+        channels = self.m.n_head * (self.cost.value_channels + 4 / self.step.bytes)
+        return self.keeps_attention * channels
 
     def kept(self):
         """Channels per token that it keeps for the backward pass, without `kept_by_attention`."""

@@ -89,13 +89,6 @@ KNOWN = [
 ]
 # fmt: on
 CHIPS = {chip.name: chip for chip in KNOWN}
-
-
-def chip_of(device_kind):
-    """The `Chip` that jax calls so; None where it is not known."""
-    return next((chip for chip in KNOWN if device_kind in chip.kinds), None)
-
-
 # chips of the largest slice: cloud.google.com/tpu/docs, the page of each
 LARGEST = dict(v2=256, v3=1024, v4=4096, v5e=256, v5p=6144, v6e=256, v7x=9216)
 # dims of slices below a cube of 64 chips
@@ -109,6 +102,11 @@ MACHINES = [
     r"(?:gpu:)?(?:(?P<groups>\d+)x)?(?P<dims>\d+)x(?P<kind>[\w-]+)",  # gpu:2x8xH100
     r"(?P<groups>)(?P<kind>[a-z][\w-]*)(?::(?P<dims>\d+))?",  # H100:8
 ]
+
+
+def chip_of(device_kind):
+    """The `Chip` that jax calls so; None where it is not known."""
+    return next((chip for chip in KNOWN if device_kind in chip.kinds), None)
 
 
 def parse_machine(name):

@@ -190,8 +190,7 @@ class Shares:
     """Seconds of one step of a trace, means over steps and devices. Raises UserError where it does not hold them."""
 
     def __init__(self, trace):
-        # {part: seconds}, exposed communication as its links; they add up to the step
-        self.parts = Counter()
+        self.parts = Counter()  # {part: seconds} of the step, exposed communication as its links
         self.hidden = Counter()  # {links: seconds} of communication while the device computes
         self.operations = Counter()  # {Operation: seconds}
         first, last = trace.about["steps"]

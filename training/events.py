@@ -14,8 +14,7 @@ except ImportError as e:
     missing = f"its package cannot be imported ({e})"
     raise UserError(f"--tensorboard: {missing}; bash setup_tpu.sh tensorboard adds it.") from None
 
-# TensorBoard reads all files whose names begin so, in their order.
-BEGINNING = "events.out.tfevents."
+BEGINNING = "events.out.tfevents."  # so begin the names of files that TensorBoard reads
 
 
 class EventFile:
