@@ -138,11 +138,9 @@ def make_train_step(cfg, mesh, optimizer, schedule):
             params = model.update_router_bias(cfg, params, seen.load)
             norm = optax.tree.norm(grads)
             sound = jnp.isfinite(loss) & jnp.isfinite(norm)
-            params, opt_state = jax.tree.map(
-                functools.partial(jnp.where, sound),
-                (params, opt_state),
-                (state.params, state.opt_state),
-            )
+            before = state.params, state.opt_state
+            choose = functools.partial(jnp.where, sound)
+            params, opt_state = jax.tree.map(choose, (params, opt_state), before)
         metrics = step_metrics(cfg, loss, seen, rate, norm)
         return TrainState(params, opt_state, state.step + 1, state.key), metrics
 
