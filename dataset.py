@@ -247,7 +247,6 @@ class Phase:
     Within a period the i-th of the c sequences of a corpus lies at the fraction (i + 1/2) / c, so every stretch has
     the shares to within about a sequence: shares [2, 1] make a period a b a. Every corpus continues where the phase
     before left it, and from period to period, so it is read as it would be alone.
-
     shares: int64 [corpora]: sequences of each corpus in a period. start: number of the phase's first sequence.
     before: int64 [corpora]: sequences of each corpus before that one.
     """
@@ -331,9 +330,7 @@ def data_fingerprint(*mixtures):
 
 def parse_mix(mix):
     """The phases of --mix: [(share of the run at which it ends, {name: weight})]. Raises UserError.
-
-    Example: "a:2,b:1 until 0.8, b:1" is [(0.8, {"a": 2.0, "b": 1.0}), (1.0, {"b": 1.0})], and "" is one corpus "".
-    """
+    "a:2,b:1 until 0.8, b:1" is [(0.8, {"a": 2.0, "b": 1.0}), (1.0, {"b": 1.0})], and "" is one corpus ""."""
     if not mix:
         return [(1.0, {"": 1.0})]
     phases = []
@@ -381,10 +378,9 @@ def put_batch(sequences, first, shape, mesh):
 
 class Prefetch:
     """Iterator over make(n) for every n of `numbers`. A background thread makes `depth` of them ahead; an error is
-    raised where its item would have come."""
+    raised where its item would have come. busy(), called before each wait, returns when the devices idle."""
 
     def __init__(self, make, numbers, depth=3, busy=lambda: None):
-        """busy: called before each wait, returns when the devices have nothing to do."""
         self.make = make
         self.numbers = iter(numbers)
         self.depth = depth

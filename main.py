@@ -130,9 +130,7 @@ def train(cfg, stored, encoding, load_weights, goodput):
 
 class Training:
     """The loop of a run. The host runs one step ahead of the devices. `train` adds the step's programs and the logs.
-
-    state: TrainState after `step` steps on `sequences` sequences, which `checkpoints` restored with its meta.
-    """
+    state: TrainState after `step` steps on `sequences` sequences, which `checkpoints` restored with its meta."""
 
     def __init__(self, cfg, mesh, corpus, checkpoints, state, meta, goodput):
         self.cfg = cfg
@@ -240,7 +238,6 @@ class Training:
         self.row = None
 
     def save(self, val_loss=None):
-        """Begin to write a checkpoint."""
         self.watchdog.begin("checkpoint", self.step)
         self.goodput.turn("saving")
         self.log.flush()

@@ -113,10 +113,8 @@ def ray_actors(workers, encode):
 
 
 def encoded(batches, workers, start, encode):
-    """Yield ([encode(document)] of a batch, position after it) for each (batch, position), in order.
-
-    start: None for this process, or `processes` or `ray_actors`.
-    """
+    """Yield ([encode(document)] of a batch, position after it) for each (batch, position), in order. start: None for
+    this process, or `processes` or `ray_actors`."""
     if not start:
         for batch, position in batches:
             yield [encode(document) for document in batch], position

@@ -165,9 +165,7 @@ def unmet(f, value):
 def read_words(kind, argv, program, others=None, defaults=None):
     """({flag: value}, the words of flags that `others` alone has) of a command line whose flags are fields of the
     dataclass `kind`. Raises UserError for what does not parse, and where a flag without a default is missing.
-
-    `--help` prints the help and exits; defaults(given) -> {flag: value} that it shows of flags that were not given.
-    """
+    `--help` prints the help and exits; defaults(given) -> {flag: value} that it shows of flags that were not given."""
     own = fields_of(kind)
     known = (fields_of(others) if others else {}) | own
     places = list(filter(is_place, own.values()))

@@ -88,8 +88,7 @@ def text_pieces(documents, encoding, T, stride, limit, sizes):
 
 
 def evaluate(options, path, cfg, encoding, score):
-    """{"data", "sequences", "clusters", "tokens", "loss", ...: numbers} of one --data; each standard error, None of a
-    single cluster, under the name with "_error"."""
+    """{"data", "sequences", "loss", ...: numbers} of one --data; "loss_error": standard error, None of one cluster."""
     T = options.T or cfg.model.T
     stride = options.stride or T
     if stride > T:

@@ -92,11 +92,9 @@ def meta_sum(meta):
 
 
 class Checkpoints:
-    """The Orbax checkpoints in `folder`: written in the background, verified when read, kept as `kept` says.
-
-    keep, every: of `kept`; keep None: all stay. explain(flags) -> which flags make a checkpoint that of
-    another model, in words: {flag: value} that was saved with it, or None.
-    """
+    """The Orbax checkpoints in `folder`: written in the background, verified when read, kept as `kept` says; all stay
+    with keep None. explain(flags) -> which flags make a checkpoint that of another model, in words: {flag: value} that
+    was saved with it, or None."""
 
     def __init__(self, folder, keep=None, every=0, explain=None):
         self.keep, self.every, self.explain = keep, every, explain

@@ -18,10 +18,8 @@ BEGINNING = "events.out.tfevents."  # so begin the names of files that TensorBoa
 
 
 class EventFile:
-    """A scalar for each number of a row, at the row's step.
-
-    A run that resumes begins another file. An object in a bucket cannot be appended to: `upload` writes all of it.
-    """
+    """A scalar for each number of a row. A run that resumes begins another file. An object in a bucket cannot be
+    appended to: `upload` writes all of it."""
 
     def __init__(self, folder, rows):
         """rows: those of metrics.jsonl so far, which are added where no file before has them."""

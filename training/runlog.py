@@ -187,7 +187,6 @@ class RunLog:
         self.flush()
 
     def _later(self, work):
-        """Have the thread call work()."""
         self.worker.submit(attempt, work)
 
     def _append(self, row):

@@ -52,7 +52,6 @@ def settle(flags, n_devices, weights=None, stored=None, shards=(), encoding=None
     stored: `stored_config` of the run that it resumes, {} of a new one, None where none is meant (--plan, benchmarks).
     shards: as `dataset.manifests` lists them. encoding: their tokenizer, None where none is known.
     chip: chips.Chip of the devices, None where it is not known.
-
     Raises UserError naming the flag, its value and what would do.
     """
     if weights:
@@ -189,11 +188,9 @@ def ends(o):
 
 
 def follow_batches(flags):
-    """{flag: value} of microbatches and batch sizes that fit those of them that were given, and pp.
-
-    The most microbatches, up to the default, that divide both batch sizes, or else those that were given. Batch sizes
-    are rounded up to a multiple.
-    """
+    """{flag: value} of microbatches and batch sizes that fit those of them that were given, and pp: the most
+    microbatches, up to the default, that divide both batch sizes, or else those that were given. Batch sizes are
+    rounded up to a multiple."""
     d = flags.cfg.data
     pp = max(1, flags.cfg.run.n_device_axis[1])
     sizes = dict(train_batch_size=d.train_batch_size, val_batch_size=d.val_batch_size)
@@ -356,7 +353,6 @@ def check_model(flags, where, names=None):
     together. names: {flag: what the file calls it}, where that differs."""
     names = {flag: flag for flag in flags} | (names or {})
     utils.read_values(flags, where, names)
-
     alone = dict(attention="auto", n_device_axis=(1, 1, 1), n_devices=1)
     try:
         validate(replace(Config(), **flags | alone), 1)
