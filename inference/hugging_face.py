@@ -96,10 +96,7 @@ def filled(tensors):
 
 
 def check(folder, tensors, form):
-    """{name: `Stored`} of a folder that holds exactly `tensors`.
-
-    Raises UserError naming a tensor that is missing, extra, misshapen or of an unreadable type.
-    """
+    """{name: `Stored`} of a folder that holds exactly `tensors`. Raises UserError naming one that is wrong."""
     there, wanted = files_of(folder), {}
     # layers of multi-token prediction, which serve training alone
     predictors = [name.removesuffix("eh_proj.weight") for name in there if "eh_proj" in name]

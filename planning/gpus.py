@@ -11,9 +11,8 @@ from runtime.chips import CHIPS
 
 
 class Spec(NamedTuple):
-    """What the compiler must know of a kind of GPUs beside its `Chip`. V100, A100, H100, H200, B200: as openxla/xla has
-    it in xla/backends/gpu/target_config/specs; the others: NVIDIA's white papers, and the table of compute capabilities
-    in the CUDA programming guide."""
+    """What the compiler must know of GPUs beside their `Chip`: of V100, A100, H100, H200 and B200 as openxla/xla has it
+    in xla/backends/gpu/target_config/specs; of others as NVIDIA's white papers and CUDA programming guide have it."""
 
     capability: str  # of CUDA
     cores: int  # streaming multiprocessors

@@ -256,11 +256,9 @@ def advise(a, machine):
 
 
 def smaller(cfg, machine, memory):
-    """(Config, bytes that it needs) of the same global batch that fits by the formulas with some room left; None where
-    none is found. memory: of `cfg`, as `answer` has it.
-
-    One change after the other is made, the one that saves most memory, until one suffices: then the fastest of these.
-    """
+    """(Config, bytes that it needs) of the same global batch that fits by the formulas with some room left, or None.
+    memory: of `cfg`, as `answer` has it. One change after the other is made, the one that saves most memory, until one
+    suffices: then the fastest of these."""
     limit = memory["limit"]
     # where the formulas say too little of `cfg`, they say too little of others, by the same factor
     lacks = max(0, limit - memory["total"])

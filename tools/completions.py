@@ -209,11 +209,9 @@ def programs(cfg, mesh, T):
 
 
 class Batch:
-    """The rows of a model that are continued at once. A row joins when another has ended.
-
-    Programs have fixed shapes: a prompt is read alone, padded to a length of `length_for`; all rows advance together,
-    used or not. So an answer does not depend on what else is asked.
-    """
+    """The rows of a model that are continued at once. A row joins when another has ended. Programs have fixed shapes: a
+    prompt is read alone, padded to a length of `length_for`; all rows advance together, used or not. So an answer does
+    not depend on what else is asked."""
 
     def __init__(self, folder, step, n_rows):
         self.folder, self.step = folder, step

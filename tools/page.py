@@ -96,7 +96,6 @@ class Run:
         self.last = b""  # the last of these lines
 
     def refresh(self):
-        """Read what is new."""
         try:
             self.config = read_json(self.folder, "config.json")
             with contextlib.suppress(FileNotFoundError):
@@ -307,7 +306,6 @@ async def stream(answer, about):
 
 
 def make_app(runs, engine):
-    """The page and what it asks for."""
     here = os.path.dirname(os.path.realpath(__file__))
     (plotly,) = importlib.util.find_spec("plotly").submodule_search_locations
     script = f"{plotly}/package_data/plotly.min.js"

@@ -211,10 +211,8 @@ class Shares:
         self.products = sum(t for one, t in self.operations.items() if one.is_product)  # seconds
 
     def add_moment(self, seconds, active):
-        """Add a time in which these operations were under way on a device.
-
-        It belongs to one part. Where the device computes: to what it computes, in equal shares where several operations
-        run at once. Else, where bytes travel: to those links. Else it idles."""
+        """Add a time in which these operations were under way on a device: to what it computes, in equal shares; where
+        it computes nothing, to the links over which bytes travel; else it idles."""
         computing = [one for one in active if not one.links]
         busy = computing or active
         for one in busy:
