@@ -27,14 +27,13 @@ from data.tokenization import content_sha256, load_tokenizer, shards_tokenizer
 from runtime.files import is_remote
 from runtime.messages import UserError
 
-# Tokens whose sequences are shuffled together. Each window touches few shards, however many there are.
-WINDOW = 1 << 30
-# Tokens of local shards up to which all of them are checked before training begins; that takes about a second.
-CHECK_AT_START = 1 << 28
-# Sequences after which the pattern of a mixture repeats. No corpus can have a smaller share than one of them.
-PERIOD = 100_000
-# Remote storage is slow to answer, not slow to send, so many threads ask it at once.
-READERS = ThreadPoolExecutor(32, "read")
+WINDOW = 1 << 30  # tokens whose sequences are shuffled together; they are of few shards
+CHECK_AT_START = 1 << 28  # tokens up to which local shards are checked as training begins
+PERIOD = 100_000  # sequences in which a mixture repeats; no corpus can have less than one
+READERS = ThreadPoolExecutor(32, "read")  # remote storage is slow to answer, not slow to send
+EXAMPLE = "an example is --mix 'web:0.7,code:0.3 until 0.8, web:1,code:2'"
+NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+PART_OF_MIX = re.compile(rf"\s*(.+):({NUMBER})(?:\s+until\s+({NUMBER}))?\s*")
 
 
 def instead(folder):
@@ -56,8 +55,7 @@ class Corpus:
         self.vocab_size = cfg.model.vocab_size
         self.folder = os.path.join(root, folder)
         self.manifest = made = manifest.read(self.folder)
-        # mean number of UTF-8 bytes of a token, None where no manifest tells
-        self.bytes_per_token = made["bytes"] / made["tokens"] if made else None
+        self.bytes_per_token = made["bytes"] / made["tokens"] if made else None  # of UTF-8
         self.tokenizer = shards_tokenizer(root, made, cfg.data.tokenizer)
         warning = f"{self.folder} has no {manifest.NAME}, so its shards are not verified"
         self.unverified = "" if made else warning
@@ -181,8 +179,7 @@ class Mixture:
             raise UserError(
                 f"--mix {self.mix}: a phase of it has no sequence in a run of {n_train:,}; give a longer phase or run."
             )
-        # [phases, corpora]: sequences of each corpus in a period
-        self.shares = np.array([shares_of(weights, names) for _, weights in phases])
+        self.shares = np.array([shares_of(mix, names) for _, mix in phases])  # [phases, corpora]
         self.phases = [Phase(self.shares[0], 0, np.zeros(len(names), np.int64))]
         for start, shares in zip(self.borders, self.shares[1:]):
             self.phases.append(Phase(shares, start, self.phases[-1].seen(start)))
@@ -250,7 +247,6 @@ class Phase:
     Within a period the i-th of the c sequences of a corpus lies at the fraction (i + 1/2) / c, so every stretch has
     the shares to within about a sequence: shares [2, 1] make a period a b a. Every corpus continues where the phase
     before left it, and from period to period, so it is read as it would be alone.
-
     shares: int64 [corpora]: sequences of each corpus in a period. start: number of the phase's first sequence.
     before: int64 [corpora]: sequences of each corpus before that one.
     """
@@ -332,16 +328,9 @@ def data_fingerprint(*mixtures):
     return hashlib.sha256(json.dumps(held).encode()).hexdigest()
 
 
-EXAMPLE = "an example is --mix 'web:0.7,code:0.3 until 0.8, web:1,code:2'"
-NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
-PART_OF_MIX = re.compile(rf"\s*(.+):({NUMBER})(?:\s+until\s+({NUMBER}))?\s*")
-
-
 def parse_mix(mix):
     """The phases of --mix: [(share of the run at which it ends, {name: weight})]. Raises UserError.
-
-    Example: "a:2,b:1 until 0.8, b:1" is [(0.8, {"a": 2.0, "b": 1.0}), (1.0, {"b": 1.0})], and "" is one corpus "".
-    """
+    "a:2,b:1 until 0.8, b:1" is [(0.8, {"a": 2.0, "b": 1.0}), (1.0, {"b": 1.0})], and "" is one corpus ""."""
     if not mix:
         return [(1.0, {"": 1.0})]
     phases = []
@@ -389,10 +378,9 @@ def put_batch(sequences, first, shape, mesh):
 
 class Prefetch:
     """Iterator over make(n) for every n of `numbers`. A background thread makes `depth` of them ahead; an error is
-    raised where its item would have come."""
+    raised where its item would have come. busy(), called before each wait, returns when the devices idle."""
 
     def __init__(self, make, numbers, depth=3, busy=lambda: None):
-        """busy: called before each wait, returns when the devices have nothing to do."""
         self.make = make
         self.numbers = iter(numbers)
         self.depth = depth

@@ -39,19 +39,7 @@ from data.tokenization import keep_tokenizer
 from dataset import Mixture, Prefetch, data_fingerprint, encoding_of, manifests, put_batch
 from inference import weights
 from inference.sampling import make_sampler
-from runtime import chips
-from runtime.processes import (
-    ANOTHER,
-    Interrupt,
-    Watchdog,
-    alone_in_folder,
-    check_agreement,
-    end_at_once,
-    join_processes,
-    on_all,
-    on_main_process,
-    together,
-)
+from runtime import chips, processes
 from training import profiling, settings, steps
 from training.bad_steps import BadSteps
 from training.meter import Goodput, Meter
@@ -71,8 +59,8 @@ def main(flags, began=None):
     if asked.run.init_from:
         of_weights, load_weights = weights.open_weights(asked.run.init_from)
     # its package may be missing
-    on_main_process(lambda: asked.run.tensorboard and import_module("training.events"))
-    with alone_in_folder(asked.run):
+    processes.on_main_process(lambda: asked.run.tensorboard and import_module("training.events"))
+    with processes.alone_in_folder(asked.run):
         stored = settings.stored_config(asked.run.folder)
         shards = manifests(asked, "train", "val")
         if load_weights and not stored:
@@ -117,19 +105,19 @@ def train(cfg, stored, encoding, load_weights, goodput):
         say(f"nothing to do: --training_steps {cfg.run.training_steps} is reached")
         checkpoints.close()
         return 0
-    on_main_process(lambda: settings.tell_schedule(cfg, stored))
+    processes.on_main_process(lambda: settings.tell_schedule(cfg, stored))
 
     # --- Steps: the batches come first, so that what is wrong with them is said before minutes of compiling
     with goodput.during("waiting"):
         training = Training(cfg, mesh, corpus, checkpoints, state, meta, goodput)
     training.evaluate = steps.make_evaluate(cfg, mesh, val_corpus)
-    training.score_tasks = on_all(lambda: open_tasks(cfg, mesh, encoding))
+    training.score_tasks = processes.on_all(lambda: open_tasks(cfg, mesh, encoding))
     with goodput.during("compiling"), memory_explained(cfg):
         training.train_step = compile_train_step(cfg, mesh, optimizer, schedule)
     training.sample = make_sampler(cfg, mesh, encoding)
 
     # --- Log
-    on_main_process(lambda: write_config(cfg, data, corpus))
+    processes.on_main_process(lambda: write_config(cfg, data, corpus))
     training.log = RunLog(cfg, step) if jax.process_index() == 0 else NoLog()
     goodput.keep(training.log.found, step)
     training.progress = Progress(cfg, val_corpus.bytes_per_token, write_plan(cfg))
@@ -142,9 +130,7 @@ def train(cfg, stored, encoding, load_weights, goodput):
 
 class Training:
     """The loop of a run. The host runs one step ahead of the devices. `train` adds the step's programs and the logs.
-
-    state: TrainState after `step` steps on `sequences` sequences, which `checkpoints` restored with its meta.
-    """
+    state: TrainState after `step` steps on `sequences` sequences, which `checkpoints` restored with its meta."""
 
     def __init__(self, cfg, mesh, corpus, checkpoints, state, meta, goodput):
         self.cfg = cfg
@@ -165,12 +151,12 @@ class Training:
     def run(self):
         """Train to the end, or until a signal. Returns that, or 0. Raises UserError on all processes."""
         self.row = None  # metrics of the newest step, fetched and not logged yet
-        self.watchdog = Watchdog(self.cfg)
+        self.watchdog = processes.Watchdog(self.cfg)
         last = self.cfg.run.training_steps
         shows_bar = sys.stderr.isatty() and jax.process_index() == 0
         bar = tqdm(total=last, initial=self.step, unit="step", disable=not shows_bar)
         self.meter.pace.resume(self.batches.waited)
-        with Interrupt(lambda: self.checkpoints.not_saved(self.step)) as self.interrupt:
+        with processes.Interrupt(lambda: self.checkpoints.not_saved(self.step)) as self.interrupt:
             try:
                 signalled = 0
                 while self.step < last and not signalled:
@@ -243,7 +229,7 @@ class Training:
             if texts:
                 self.log.text(step, texts)
         if signalled == self.interrupt.FAILED:
-            raise error or UserError(ANOTHER)
+            raise error or UserError(processes.ANOTHER)
         self.meter.pace.resume(self.batches.waited)
         return signalled
 
@@ -252,7 +238,6 @@ class Training:
         self.row = None
 
     def save(self, val_loss=None):
-        """Begin to write a checkpoint."""
         self.watchdog.begin("checkpoint", self.step)
         self.goodput.turn("saving")
         self.log.flush()
@@ -300,13 +285,12 @@ class Training:
             return put_batch(order, first, shape, self.mesh)
 
         batches = Prefetch(batch_from, each_first, busy=self.meter.wait)
-        together(batches.error(2))
+        processes.together(batches.error(2))
         return batches
 
 
 def open_data(cfg, stored, encoding):
-    """(training data, validation data, their fingerprint), checked against the run that `stored` describes and the
-    other processes."""
+    """(training data, validation data, their fingerprint), checked against `stored` and the other processes."""
     per_step = math.prod(steps.batch_shape(cfg)[:-1])  # sequences
     corpus = Mixture(cfg, "train", cfg.run.training_steps * per_step)
     val_corpus = Mixture(cfg, "val")
@@ -314,7 +298,7 @@ def open_data(cfg, stored, encoding):
         part.check_encoding(encoding)
     data = data_fingerprint(corpus, val_corpus)
     alike = settings.without(utils.flags_with("per_process"), utils.flatten(cfg))
-    check_agreement(alike, data, cfg.run.folder)
+    processes.check_agreement(alike, data, cfg.run.folder)
     settings.check_data(cfg, stored, data)
     return corpus, val_corpus, data
 
@@ -373,15 +357,15 @@ def write_config(cfg, data, corpus):
 
 
 def write_plan(cfg):
-    """The plan by formulas, which plan.json keeps: tools/page.py shows it beside the measured speed. None where the
-    devices' peak is not known."""
+    """The plan by formulas, which plan.json keeps for tools/page.py; None where the devices' peak is not known."""
     devices = jax.devices()[: cfg.run.n_devices]
     if chips.chip_of(devices[0].device_kind) is None:
         return None
     from planning import plan  # here: a run on CPUs needs none of it
 
     planned = plan.answer(cfg, plan.machine_of(devices))
-    on_main_process(lambda: write_json(f"{cfg.run.folder}/plan.json", plan.as_json(planned)))
+    content = plan.as_json(planned)
+    processes.on_main_process(lambda: write_json(f"{cfg.run.folder}/plan.json", content))
     return planned
 
 
@@ -391,8 +375,7 @@ OUT_OF_MEMORY = re.compile("out.of.memory|RESOURCE_EXHAUSTED: .*(allocat|reserve
 
 @contextlib.contextmanager
 def memory_explained(cfg):
-    """Raises UserError where the devices' memory does not suffice for what is done in here: what a step of `cfg` holds,
-    and which flags would make it fit."""
+    """Raises UserError where the devices lack memory for what is done in here: which flags would make a step fit."""
     try:
         yield
     except (jax.errors.JaxRuntimeError, ValueError) as e:  # the latter where a batch finds no room
@@ -438,13 +421,13 @@ def tell_end(cfg, checkpoints, step, signalled, began, goodput):
 def run(flags):
     """`main`, together with the other processes of the run; returns its exit status."""
     interrupts.watch(lambda number: interrupts.end(128 + number, interrupts.NOTHING_LOST))
-    join_processes(flags.cfg)
+    processes.join_processes(flags.cfg)
     try:
         status = main(flags, interrupts.BEGAN)
     except BaseException as e:
         if jax.process_count() == 1:
             raise
-        end_at_once(e)
+        processes.end_at_once(e)
     try:
         jax.distributed.shutdown()
     except RuntimeError:  # another one is gone already; all is saved, and jax would end in a trace

@@ -331,8 +331,7 @@ def flags_with(fact, value=True):
     return {name for name, f in FIELDS.items() if f.metadata.get(fact) == value}
 
 
-# The flags that a run keeps, whatever resumes it.
-KEPT = FIELDS.keys() - flags_with("free_on_resume")
+KEPT = FIELDS.keys() - flags_with("free_on_resume")  # what a run keeps, whatever resumes it
 
 
 def absent_values():

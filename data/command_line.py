@@ -6,8 +6,7 @@ from runtime import interrupts
 from runtime.messages import UserError, one_sentence
 from runtime.parser import flag
 
-# tokenize_shards.py's default; train_tokenizer.py learns from none of these documents
-VAL_FRACTION = 0.1
+VAL_FRACTION = 0.1  # of tokenize_shards.py; train_tokenizer.py learns from none of it
 
 
 @dataclass(frozen=True)

@@ -151,11 +151,8 @@ class Output:
         write_file(os.path.join(self.path, PROGRESS), file.getvalue())
 
     def begin(self, tokenizer):
-        """Make the writers, and resume where an earlier run was killed, if one was. The tokenizer, by name or path, is
-        copied beside the shards.
-
-        Raises UserError where something else is in the way or what was read until the position has changed.
-        """
+        """Make the writers, and resume where an earlier run was killed, if one was; the tokenizer is copied there.
+        Raises UserError where something else is in the way or what was read until the position has changed."""
         dtype, length = np.dtype(self.settings["dtype"]), self.settings["shard_tokens"]
         for split in self.splits:
             self.writers[split] = ShardWriter(os.path.join(self.path, split), length, dtype)
@@ -187,8 +184,7 @@ class Output:
             writer.add(held[split])
 
     def add(self, batch, position):
-        """Write a batch, a list of encoding.Encoded, which ends at `position` in the source, and the progress where it
-        filled a shard. Documents whose text came before are counted, and left out with --drop_duplicates."""
+        """Write a batch of `Encoded` that ends at `position` in the source; save progress where it fills a shard."""
         writers = list(self.writers.values())
         n_shards = sum(len(writer.shards) for writer in writers)
         hashes = [document.text_hash for document in batch if document.text_hash is not None]

@@ -164,18 +164,14 @@ class Shard:
                 self.verified.add(b)
                 return content
             for _ in range(2 * self.is_remote):  # it may be damaged on its way
-                content = self._fetch(start, stop)
+                try:
+                    content = ask(self.path, "cat_file", start=start, end=stop)
+                except FileNotFoundError:
+                    raise UserError(f"--data: {self.path} is missing; make it again.") from None
                 if self._is_sound(b, content):
                     self.cache.put(name, content)
                     return np.frombuffer(content, np.uint8)
         raise self._damaged(f"its bytes from {start:,} on do not have the checksum of the manifest")
-
-    def _fetch(self, start, stop):
-        """The bytes start .. stop of a remote file."""
-        try:
-            return ask(self.path, "cat_file", start=start, end=stop)
-        except FileNotFoundError:
-            raise UserError(f"--data: {self.path} is missing; make it again.") from None
 
     def _is_sound(self, b, content):
         """Whether `content` has the length and, where one is known, the checksum of block b."""

@@ -145,14 +145,9 @@ def write(args, source, output, encoding):
 
 def fill(args, source, output, encoding):
     """Write what there is in the source from the output's position on."""
-    encode = functools.partial(
-        encode_document,
-        encoding,
-        np.dtype(output.settings["dtype"]),
-        args.skip_damaged,
-        args.val_fraction,
-        output.validation,
-    )
+    dtype = np.dtype(output.settings["dtype"])
+    how = args.skip_damaged, args.val_fraction, output.validation
+    encode = functools.partial(encode_document, encoding, dtype, *how)
     start = ray_actors if args.ray else processes if args.workers > 1 else None
     done = output.position.get("done", 0)
     bar = tqdm(total=source.total, initial=done, unit="B", unit_scale=True, disable=None)

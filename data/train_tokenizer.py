@@ -20,14 +20,13 @@ from data.sources.base import many
 from data.sources.kinds import open_source
 from data.splits import choose_validation, divide, text_of
 from data.tokenization import PATTERN, byte_letters, dump_ranks
-from runtime.files import check_place, is_remote, read_file, write_file
+from runtime.files import check_place, read_file, write_file
 from runtime.messages import UserError, say
 from runtime.parser import flag
 from utils import read_flags
 
 SAMPLE_BYTES = 20_000_000  # seconds of training; more text hardly changes some thousand merges
-# Characters. Training takes time quadratic in the longest word, such as a run of a million spaces.
-PIECE = 10_000
+PIECE = 10_000  # characters; training takes time quadratic in the longest word, such as a million spaces
 
 
 def sample(source):
@@ -86,8 +85,7 @@ def main():
     args = read_flags(Options, sys.argv[1:], "data/train_tokenizer.py")
     if not args.output.endswith(".tiktoken"):
         raise UserError(f"--output {args.output}: the name must end in .tiktoken.")
-    if not is_remote(args.output):
-        check_place(args.output, "--output")
+    check_place(args.output, "--output")
     start = time.monotonic()
     texts = sample(open_source(args))
     if not any(texts):

@@ -20,8 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # What a worker takes at once, whichever is reached first: about 0.2 s of work.
 BATCH_BYTES = 1_000_000
 BATCH_DOCUMENTS = 1000
-# Bytes in flight per worker: enough that none waits, and a bound on memory.
-IN_FLIGHT = 4 * BATCH_BYTES
+IN_FLIGHT = 4 * BATCH_BYTES  # of each worker: enough that none waits, and a bound on memory
 
 
 def work(pipe, encode):
@@ -92,9 +91,8 @@ def ray_actors(workers, encode):
     if "TIKTOKEN_CACHE_DIR" in os.environ:
         environment["TIKTOKEN_CACHE_DIR"] = os.environ["TIKTOKEN_CACHE_DIR"]
     before = signal.getsignal(signal.SIGTERM)
-    ray.init(
-        runtime_env={"env_vars": environment}, log_to_driver=False, logging_level=logging.ERROR
-    )
+    quiet = dict(log_to_driver=False, logging_level=logging.ERROR)
+    ray.init(runtime_env={"env_vars": environment}, **quiet)
     signal.signal(signal.SIGTERM, before)  # Ray took it
     interrupts.given_back.append(ray.shutdown)
     try:
@@ -115,10 +113,8 @@ def ray_actors(workers, encode):
 
 
 def encoded(batches, workers, start, encode):
-    """Yield ([encode(document)] of a batch, position after it) for each (batch, position), in order.
-
-    start: None for this process, or `processes` or `ray_actors`.
-    """
+    """Yield ([encode(document)] of a batch, position after it) for each (batch, position), in order. start: None for
+    this process, or `processes` or `ray_actors`."""
     if not start:
         for batch, position in batches:
             yield [encode(document) for document in batch], position

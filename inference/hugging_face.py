@@ -96,10 +96,7 @@ def filled(tensors):
 
 
 def check(folder, tensors, form):
-    """{name: `Stored`} of a folder that holds exactly `tensors`.
-
-    Raises UserError naming a tensor that is missing, extra, misshapen or of an unreadable type.
-    """
+    """{name: `Stored`} of a folder that holds exactly `tensors`. Raises UserError naming one that is wrong."""
     there, wanted = files_of(folder), {}
     # layers of multi-token prediction, which serve training alone
     predictors = [name.removesuffix("eh_proj.weight") for name in there if "eh_proj" in name]
@@ -140,8 +137,7 @@ def read_tensor(there, name):
 
 
 def load(folder, abstract):
-    """Parameters like `abstract` (steps.abstract_params) from a folder, tensor by tensor. Raises UserError as `check`
-    and `read_tensor` do."""
+    """Parameters like `abstract` (steps.abstract_params) from a folder, tensor by tensor. Raises UserError."""
     config = read_json(folder, "config.json")
     _, form = format_of(config, os.path.join(folder, "config.json"))
     m = utils.replace(utils.Config(), **model_flags(config, folder)).model

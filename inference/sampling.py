@@ -14,10 +14,7 @@ from training import settings, steps
 
 def make_sampler(cfg, mesh, encoding):
     """`sample(params)` -> texts that continue --prompt, with the same draws every time; no texts where there is no
-    tokenizer (`encoding`) or --T leaves no room.
-
-    Decoding wants the blocks in order; a run with --pp_interleave has them dealt out to its stages in rounds.
-    """
+    tokenizer (`encoding`) or --T leaves no room. Decoding wants the blocks in order (`steps.arranger`)."""
     prompt = settings.prompt_ids(cfg, encoding)
     if prompt is None:
         return lambda params: []

@@ -46,12 +46,8 @@ for library in ("lm_eval", "huggingface_hub"):
 
 
 class TaskModel(TemplateLM):
-    """A model as lm_eval asks it; set `params` before. Every process must ask the same questions: all of them compute
-    each answer together.
-
-    batch_size: as of `make_scorer`; T: tokens of the longest sequence; start: the flag; alive(): is called while
-    questions are answered.
-    """
+    """A model as lm_eval asks it; set `params` before. All processes ask the same and compute each answer together.
+    batch_size: of `make_scorer`; T: of the longest sequence; start: the flag; alive(): called during the answers."""
 
     params = eot_token_id = prefix_token_id = None  # the last precedes what has no context
 
@@ -77,8 +73,6 @@ class TaskModel(TemplateLM):
         before = [] if add_special_tokens is False else self.before
         return [*before, *encode_text(whole_characters(string), self.encoding).tolist()]
 
-    # --- Likelihoods
-
     def loglikelihood(self, requests, disable_tqdm=True):
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
 
@@ -91,8 +85,7 @@ class TaskModel(TemplateLM):
         return [log_likelihood for log_likelihood, _ in self.measure(pairs)]
 
     def measure(self, pairs):
-        """(log-likelihood, whether greedy decoding would draw it) of each continuation in `pairs` of token ids
-        (context, continuation), after its context."""
+        """(log-likelihood, whether greedy decoding draws it) of each of the `pairs` (context, continuation) of ids."""
         found = []
         for unit, pair in enumerate(pairs):
             for context, continuation in self.windows(*pair):
@@ -113,8 +106,6 @@ class TaskModel(TemplateLM):
             return [(context, continuation)]
         rolling = get_rolling_token_windows(continuation, context[-1], self.T, context_len=1)
         return map(make_disjoint_window, rolling)
-
-    # --- Continuations
 
     def generate_until(self, requests, disable_tqdm=True):
         asked = []  # (prompt, settings of drawing)

@@ -64,8 +64,7 @@ def hint(folder):
 
 
 def positions(folder, T):
-    """Tokens of the longest sequence that the model in `folder` was made for; T: that of `open_weights`, which may be
-    less."""
+    """Tokens of the longest sequence that the model in `folder` was made for; T, of `open_weights`, may be less."""
     config = read_json(hub.folder_of(folder), "config.json")
     most = config.get("max_position_embeddings") or config.get("positions")
     return most if isinstance(most, int) else T

@@ -179,7 +179,6 @@ class Estimate:
         self.workspace = self.peak(gathered, largest, kept, widest)
 
     def cut_up(self, cfg):
-        """Set how the step is cut up."""
         microbatches = cfg.data.microbatches
         self.batches = cfg.run.accumulation_steps
         self.dp, self.pp, self.tp = mesh = cfg.run.n_device_axis
@@ -265,8 +264,7 @@ class Estimate:
 
     def gather(self, p, whole, in_layer, forward, backward, count):
         """Add the collectives that gather a parameter `forward` times, of which a device stores `whole` numbers, and
-        those that reduce and scatter its gradient in float32. Returns its size when gathered. in_layer: whether a layer
-        has it."""
+        those that reduce and scatter its gradient in float32. Returns its size when gathered."""
         if not p.gather:
             return whole
         width = self.bytes if p.cast else 4
@@ -514,9 +512,8 @@ class Layer:
 
     def kept_by_attention(self):
         """Channels per token that it keeps of its attention kernel: the output, and a sum in float32 for each head."""
-        return (
-            self.keeps_attention * self.m.n_head * (self.cost.value_channels + 4 / self.step.bytes)
-        )
+        channels = self.m.n_head * (self.cost.value_channels + 4 / self.step.bytes)
+        return self.keeps_attention * channels
 
     def kept(self):
         """Channels per token that it keeps for the backward pass, without `kept_by_attention`."""

@@ -9,13 +9,10 @@ from jax.experimental import topologies
 from runtime import platforms
 from runtime.chips import CHIPS
 
-ASSEMBLERS = ("cuda_nvcc", "cu13")  # packages of `nvidia` that hold ptxas
-
 
 class Spec(NamedTuple):
-    """What the compiler must know of a kind of GPUs beside its `Chip`. V100, A100, H100, H200, B200: as openxla/xla has
-    it in xla/backends/gpu/target_config/specs; the others: NVIDIA's white papers, and the table of compute capabilities
-    in the CUDA programming guide."""
+    """What the compiler must know of GPUs beside their `Chip`: of V100, A100, H100, H200 and B200 as openxla/xla has it
+    in xla/backends/gpu/target_config/specs; of others as NVIDIA's white papers and CUDA programming guide have it."""
 
     capability: str  # of CUDA
     cores: int  # streaming multiprocessors
@@ -47,18 +44,18 @@ SPECS = {
 # A GpuTargetConfigProto of XLA: what all kinds have in common, and the fields of a `Spec` and of its `Chip`.
 TARGET = """
 gpu_device_info {{
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: {threads}
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: {spec.threads}
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  shared_memory_per_block: 49152 shared_memory_per_block_optin: {of_block}
-  shared_memory_per_core: {shared} core_count: {cores} fpus_per_core: {lanes}
-  memory_bandwidth: {bandwidth:.0f} l2_cache_size: {cache} clock_rate_ghz: {clock}
-  device_memory_size: {memory:.0f} cuda_compute_capability {{ major: {major} minor: {minor} {extension} }}
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: {spec.of_block}
+  shared_memory_per_core: {spec.shared} core_count: {spec.cores} fpus_per_core: {spec.lanes}
+  memory_bandwidth: {chip.bandwidth:.0f} l2_cache_size: {spec.cache} clock_rate_ghz: {spec.clock}
+  device_memory_size: {chip.memory:.0f} cuda_compute_capability {{ major: {major} minor: {minor} {extension} }}
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
 runtime_version {{ major: 12 minor: 9 patch: 0 }}
-device_description_str: "{kind}"
+device_description_str: "{chip.kind}"
 """
 
 
@@ -66,7 +63,7 @@ def has_compiler():
     """Whether the compiler is installed: jax's plugin, and NVIDIA's assembler in a package or of the machine."""
     if not any(map(importlib.util.find_spec, platforms.PLUGINS["gpu"])):
         return False
-    packages = ASSEMBLERS if importlib.util.find_spec("nvidia") else ()
+    packages = ("cuda_nvcc", "cu13") if importlib.util.find_spec("nvidia") else ()
     packaged = any(importlib.util.find_spec(f"nvidia.{name}") for name in packages)
     return packaged or shutil.which("ptxas") is not None
 
@@ -77,16 +74,7 @@ def devices(kind, hosts, per_host):
     major, minor = spec.capability.split(".")
     # instructions of one generation alone, such as Hopper's products of whole warp groups
     extension = "feature_extension: ACCELERATED_FEATURES" if int(major) >= 9 else ""
-    target = TARGET.format(
-        major=major,
-        minor=minor,
-        extension=extension,
-        kind=chip.kind,
-        bandwidth=chip.bandwidth,
-        memory=chip.memory,
-        **spec._asdict(),
-    )
+    target = TARGET.format(chip=chip, spec=spec, major=major, minor=minor, extension=extension)
     topology = f"1x{hosts}x{per_host}"  # partitions, hosts, devices of each
-    return topologies.get_topology_desc(
-        platform="cuda", topology=topology, target_config=target
-    ).devices
+    about = dict(topology=topology, target_config=target)
+    return topologies.get_topology_desc(platform="cuda", **about).devices

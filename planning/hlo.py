@@ -363,9 +363,8 @@ class Timeline:
         elif op.kind in ("fusion", "fusion-start"):
             moved = moved_bytes(self.comps[CALLED.search(op.rest)[1]], op.inputs)
         elif op.kind not in UNMOVED and not op.kind.endswith("-done"):
-            given = [
-                array._replace(kind="parameter", rest=str(i)) for i, array in enumerate(op.inputs)
-            ]
+            inputs = enumerate(op.inputs)
+            given = [array._replace(kind="parameter", rest=str(i)) for i, array in inputs]
             moved = moved_bytes([op._replace(inputs=given)], op.inputs)
         seconds = self.compute_seconds(flops, cycles, moved, is_kernel(op))
         self.hide(seconds)

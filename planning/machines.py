@@ -160,10 +160,7 @@ def too_large(message):
 
 
 def ask_compiler(cfg, machine):
-    """`Compiled` train step for a machine, or None where the compiler crashes. Raises TooLarge.
-
-    It runs in a process of its own: where one of its checks fails, a compiler ends its process.
-    """
+    """`Compiled` train step for a machine, from its own process: None where the compiler crashes. Raises TooLarge."""
     spawn = multiprocessing.get_context("spawn")
     with futures.ProcessPoolExecutor(1, spawn, hide_errors) as pool:
         try:

@@ -27,27 +27,19 @@ from training import settings, steps
 
 COMPILED = 4  # configurations that --search compiles
 WORTH = 0.02  # share of a step that a flag must save to be named
-
-
+MARGIN = 0.1  # share of a device's memory to leave free: so far off the formulas may be
+CHANGES = 3  # of flags, at most, that are tried to make a step fit
 # {flag of a few words that changes how a step is computed, not what: its values}
 WAYS = {
     flag: typing.get_args(utils.FIELDS[flag].type)
     for flag in ("remat", "fsdp", "sequence_parallel")
 }
-SEARCHED = (
-    "n_device_axis",
-    "pp_interleave",
-    "train_batch_size",
-    "val_batch_size",
-    "microbatches",
-    "accumulation_steps",
-    *WAYS,
-)
+SEARCHED = "n_device_axis pp_interleave train_batch_size val_batch_size microbatches".split()
+SEARCHED += ["accumulation_steps", *WAYS]
 
 
 def memory_of(estimate, used):
-    """{part: bytes} of peak memory. Where the compiler says how much is `used` in all, temporaries are what is left
-    beside the other parts by the formulas."""
+    """{part: bytes} of peak memory. Of what is `used` in all, if a compiler says that, the rest are temporaries."""
     memory = dict(weights=estimate.weights, optimizer=estimate.optimizer, batch=estimate.batch)
     work = estimate.activations + estimate.workspace
     if used is not None:
@@ -263,16 +255,10 @@ def advise(a, machine):
     return f"{changed(cfg, best)} would help most: by {saved:.0%} of the step, by the formulas"
 
 
-MARGIN = 0.1  # share of a device's memory to leave free: so far off the formulas may be
-CHANGES = 3  # in a row, at most
-
-
 def smaller(cfg, machine, memory):
-    """(Config, bytes that it needs) of the same global batch that fits by the formulas with some room left; None where
-    none is found. memory: of `cfg`, as `answer` has it.
-
-    One change after the other is made, the one that saves most memory, until one suffices: then the fastest of these.
-    """
+    """(Config, bytes that it needs) of the same global batch that fits by the formulas with some room left, or None.
+    memory: of `cfg`, as `answer` has it. One change after the other is made, the one that saves most memory, until one
+    suffices: then the fastest of these."""
     limit = memory["limit"]
     # where the formulas say too little of `cfg`, they say too little of others, by the same factor
     lacks = max(0, limit - memory["total"])
@@ -347,8 +333,7 @@ def explain(cfg, machine, message):
 
 
 def search(cfg, machine, compiler):
-    """The `answer`s of the best configuration of every mesh, the fastest first: formulas rank all of them, and the
-    compiler, if it is there, checks the best."""
+    """The `answer` of the best configuration of every mesh, the fastest first; a `compiler` checks the best of them."""
     best = {}
     tried = variants(cfg, machine.n)
     for new in tried:
@@ -409,8 +394,7 @@ def planned_config(flags, machine):
     run = flags.cfg.run
     if run.n_devices not in (0, machine.n):
         raise UserError(f"--n_devices {run.n_devices}: --plan {machine.name} has {machine.n}.")
-    if place := flags.cfg.plan.plan_json:
-        check_place(place, "--plan_json")
+    check_place(flags.cfg.plan.plan_json, "--plan_json")
     of_weights = weights.open_weights(run.init_from)[0] if run.init_from else None
     # no cache: what was compiled for devices that are not there cannot be read back
     flags = flags.fix(n_devices=0, compilation_cache="")
@@ -421,8 +405,7 @@ def planned_config(flags, machine):
 
 
 def main(flags):
-    """Print the plan of the run that the flags describe, and write what --plan_json asks for. Returns 3 where it does
-    not fit the memory, else 0."""
+    """Print the plan of the run that the flags describe, and write --plan_json. Returns 3 where it does not fit."""
     asked = flags.cfg.plan
     machine = parse_machine(asked.plan)
     if asked.plan != machine.name:

@@ -42,7 +42,6 @@ class Chip(NamedTuple):
 
     @property
     def kind(self):
-        """Its first name in jax."""
         return self.kinds[0]
 
     @property
@@ -60,10 +59,7 @@ class Chip(NamedTuple):
         return self.bandwidth * (GPU_REACHES if self.gpu else 1)
 
 
-V100 = ("Tesla V100-SXM2-16GB",)
-A100 = ("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe")
 A100_40 = ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB")
-H100 = ("NVIDIA H100 80GB HBM3",)
 CARD = 12.5e9 / 8  # bytes/s to other hosts of a GPU, eight of which share an adapter of 100 Gbit/s
 # fmt: off
 KNOWN = [
@@ -76,26 +72,19 @@ KNOWN = [
     Chip("v7x", ("TPU7x",), 1153.5e12, 94.75 * GiB, 3690e9, 90e9, 6.25e9, 2.2e9, dims=3, cores=2),
     Chip("P100", ("Tesla P100-PCIE-16GB",), 18.7e12, 15.89 * GiB, 732e9, 16e9, CARD, float32=9.3e12),
     Chip("T4", ("Tesla T4",), 65e12, 14.56 * GiB, 320e9, 16e9, CARD, float32=8.1e12),
-    Chip("V100", V100, 125e12, 16_935_682_048, 898e9, 150e9, 6.25e9, float32=15.7e12),
+    Chip("V100", ("Tesla V100-SXM2-16GB",), 125e12, 16_935_682_048, 898e9, 150e9, 6.25e9, float32=15.7e12),
     Chip("L4", ("NVIDIA L4",), 121e12, 22.03 * GiB, 300e9, 32e9, CARD),
     Chip("A10", ("NVIDIA A10",), 125e12, 22.06 * GiB, 600e9, 32e9, CARD),
     Chip("RTX3090", ("NVIDIA GeForce RTX 3090",), 71e12, 23.5 * GiB, 936e9, 32e9, CARD),
     Chip("RTX4090", ("NVIDIA GeForce RTX 4090",), 165.2e12, 23.5 * GiB, 1008e9, 32e9, CARD),
-    Chip("A100", A100, 312e12, 85_100_068_864, 2039.04e9, 300e9, 25e9),
+    Chip("A100", ("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"), 312e12, 85_100_068_864, 2039.04e9, 300e9, 25e9),
     Chip("A100-40GB", A100_40, 312e12, 42_331_013_120, 1555.2e9, 300e9, 25e9),
-    Chip("H100", H100, 989e12, 84_942_979_072, 3352.32e9, 450e9, 50e9),
+    Chip("H100", ("NVIDIA H100 80GB HBM3",), 989e12, 84_942_979_072, 3352.32e9, 450e9, 50e9),
     Chip("H200", ("NVIDIA H200",), 989e12, 151_397_597_184, 4800e9, 450e9, 50e9),
     Chip("B200", ("NVIDIA B200",), 2250e12, 191_514_411_008, 7672.32e9, 900e9, 50e9),
 ]
 # fmt: on
 CHIPS = {chip.name: chip for chip in KNOWN}
-
-
-def chip_of(device_kind):
-    """The `Chip` that jax calls so; None where it is not known."""
-    return next((chip for chip in KNOWN if device_kind in chip.kinds), None)
-
-
 # chips of the largest slice: cloud.google.com/tpu/docs, the page of each
 LARGEST = dict(v2=256, v3=1024, v4=4096, v5e=256, v5p=6144, v6e=256, v7x=9216)
 # dims of slices below a cube of 64 chips
@@ -109,6 +98,11 @@ MACHINES = [
     r"(?:gpu:)?(?:(?P<groups>\d+)x)?(?P<dims>\d+)x(?P<kind>[\w-]+)",  # gpu:2x8xH100
     r"(?P<groups>)(?P<kind>[a-z][\w-]*)(?::(?P<dims>\d+))?",  # H100:8
 ]
+
+
+def chip_of(device_kind):
+    """The `Chip` that jax calls so; None where it is not known."""
+    return next((chip for chip in KNOWN if device_kind in chip.kinds), None)
 
 
 def parse_machine(name):

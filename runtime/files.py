@@ -21,13 +21,14 @@ import fsspec
 from runtime import interrupts
 from runtime.messages import UserError, first_line, warn
 
+# They would print a traceback of each failed try; `persist` reports failures in a sentence.
+LIBRARIES = "gcsfs", "s3fs", "fsspec", "google", "aiohttp", "aiobotocore", "botocore", "asyncio"
+WAITS = (1, 2, 4, 8, 16, 32)  # seconds before each further try: a minute's failure costs no run
+PART = re.compile(r"\.[0-9a-f]{16}\.part$")  # what only names of `part_of` end in
+
 
 def is_remote(path):
     return "://" in path
-
-
-# They would print a traceback of each failed try; `persist` reports failures in a sentence.
-LIBRARIES = "gcsfs", "s3fs", "fsspec", "google", "aiohttp", "aiobotocore", "botocore", "asyncio"
 
 
 def filesystem(path):
@@ -49,10 +50,6 @@ def filesystem(path):
         raise UserError(
             f"{path}: is no address that can be used ({e}); bash setup_tpu.sh gs, or s3, adds the package for that."
         ) from None
-
-
-# Seconds before each further try; storage that fails for a minute costs no run.
-WAITS = (1, 2, 4, 8, 16, 32)
 
 
 def persist(work, path):
@@ -107,9 +104,6 @@ def check_plain(path):
             raise OSError(errno.EINVAL, "it is no plain file")
         if not os.access(path, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-
-PART = re.compile(r"\.[0-9a-f]{16}\.part$")  # what only names of `part_of` end in
 
 
 def part_of(path):
@@ -208,7 +202,9 @@ def write_file(path, content):
 
 
 def check_place(path, flag):
-    """Raises UserError where no file can be written at the local `path` that `flag` named: before one works for it."""
+    """Raises UserError where no file can be written at a local `path` that `flag` named: before one works for it."""
+    if not path or is_remote(path):
+        return
     try:
         check_plain(path)
         at = os.path.dirname(os.path.realpath(path))

@@ -35,7 +35,6 @@ def end(status, words):
 
 
 def give_back():
-    """Release all that is held of others."""
     for release in [*given_back]:
         try:
             release()

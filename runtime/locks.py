@@ -109,9 +109,7 @@ def lock_object(path, in_use):
 def alone_in(folder, flag, other):
     """Hold `folder`, local or remote, which is made if need be: until the end no other process gets past here for it.
     What a dead process of this machine held is taken over, without the files that it left unfinished.
-
-    flag: what named the folder, with its value; other: the flag to name another by. Raises UserError.
-    """
+    flag: what named the folder, with its value; other: the flag to name another by. Raises UserError."""
     path = os.path.join(folder, LOCK)
     lock = lock_object if is_remote(folder) else lock_file
 

@@ -15,24 +15,6 @@ from typing import get_args, get_origin
 
 from runtime.messages import UserError, nearest
 
-
-def flag(default, **facts):
-    """A field of the configuration: a flag with its default and what is known of it. Its help is the text below it.
-
-    least, most, below: the smallest number that makes sense, by default 0, the largest, by default that of its type,
-        and the one that it must stay below.
-    of_weights: False where weights in --init_from may be used with another value, as with one that is free on resume.
-    free_on_resume: True where a run may resume with another value: where neither the parameters' shapes nor the tokens
-        seen nor the mathematics of a step depend on it. Batch sizes may differ as long as the global batch stays (see
-        `settings.resume`).
-    per_process: True where processes that train together may have each its own value.
-    first: True where people need it in their first week: --help shows these.
-    derived: True where no command line has it: it follows from the others and the data.
-    path: True where ~ at its front is the home folder.
-    """
-    return field(default=default, metadata=facts)
-
-
 # The largest number of a flag, by its type: for int32, and for float32 with room to multiply.
 MOST = {int: 2**31 - 1, float: 1e30}
 MANY = 2**16  # layers, heads, experts, microbatches, devices
@@ -51,6 +33,27 @@ RENAMED = {
     "k": "experts_per_token",
     "alpha": "balance_weight",
 }
+FLAG = re.compile(r"--?[A-Za-z]")  # how a flag begins; texts may begin with other hyphens
+TRUTHS = set("true false yes no on off 0 1".split())  # what other programs take after a switch
+# lines of flags as nanoGPT, nanochat, Hugging Face, torchtitan, MaxText and lm_eval call them, each with what is said
+FOREIGN = os.path.join(os.path.dirname(__file__), "foreign_flags.txt")
+
+
+def flag(default, **facts):
+    """A field of the configuration: a flag with its default and what is known of it. Its help is the text below it.
+
+    least, most, below: the smallest number that makes sense, by default 0, the largest, by default that of its type,
+        and the one that it must stay below.
+    of_weights: False where weights in --init_from may be used with another value, as with one that is free on resume.
+    free_on_resume: True where a run may resume with another value: where neither the parameters' shapes nor the tokens
+        seen nor the mathematics of a step depend on it. Batch sizes may differ as long as the global batch stays (see
+        `settings.resume`).
+    per_process: True where processes that train together may have each its own value.
+    first: True where people need it in their first week: --help shows these.
+    derived: True where no command line has it: it follows from the others and the data.
+    path: True where ~ at its front is the home folder.
+    """
+    return field(default=default, metadata=facts)
 
 
 def setting(default, **facts):
@@ -159,19 +162,10 @@ def unmet(f, value):
     return "" if value < below else f"below {below}"
 
 
-FLAG = re.compile(r"--?[A-Za-z]")  # how a flag begins; texts may begin with other hyphens
-# what other programs take after a switch
-TRUTHS = set("true false yes no on off 0 1".split())
-# lines of flags as nanoGPT, nanochat, Hugging Face, torchtitan, MaxText and lm_eval call them, each with what is said
-FOREIGN = os.path.join(os.path.dirname(__file__), "foreign_flags.txt")
-
-
 def read_words(kind, argv, program, others=None, defaults=None):
     """({flag: value}, the words of flags that `others` alone has) of a command line whose flags are fields of the
     dataclass `kind`. Raises UserError for what does not parse, and where a flag without a default is missing.
-
-    `--help` prints the help and exits; defaults(given) -> {flag: value} that it shows of flags that were not given.
-    """
+    `--help` prints the help and exits; defaults(given) -> {flag: value} that it shows of flags that were not given."""
     own = fields_of(kind)
     known = (fields_of(others) if others else {}) | own
     places = list(filter(is_place, own.values()))

@@ -29,6 +29,9 @@ from runtime.messages import UserError, say
 LOSS = re.compile(
     "Gloo|NCCL|UNAVAILABLE|Connection closed by peer|Connection reset|heartbeat|coordination"
 )
+ANOTHER = "another process failed; its log says why."
+LOOPBACK = "localhost", "127.0.0.1", "[::1]"  # which no other machine reaches
+STUCK = 10  # times its median from which a part of the loop is taken for stuck
 
 
 def end_at_once(error):
@@ -89,9 +92,6 @@ def join_processes(cfg):
         )
 
 
-LOOPBACK = "localhost", "127.0.0.1", "[::1]"  # which no other machine reaches
-
-
 def meeting_place(run):
     """Arguments of `jax.distributed.initialize`: those that --coordinator tells, else none."""
     if not run.coordinator:
@@ -111,9 +111,6 @@ def meeting_place(run):
 def all_of(here):
     """Whether `here` is true on every process; waits for all of them."""
     return bool(multihost_utils.process_allgather(np.array(here)).all())
-
-
-ANOTHER = "another process failed; its log says why."
 
 
 def together(error):
@@ -219,9 +216,6 @@ class Interrupt:
 
     def __exit__(self, *_):
         self.over()
-
-
-STUCK = 10  # times its median from which a part of the loop is taken for stuck
 
 
 class Watchdog:

@@ -142,8 +142,7 @@ def quartiles(x):
 
 
 def row(name, about, speeds, first, peak):
-    """The numbers of a configuration. speeds: tokens per second and per CPU second of each round; first: the former of
-    the first configuration."""
+    """The numbers of a configuration. speeds: tokens per second and per CPU second of each round; first: the first."""
     speed, per_cpu_second = speeds
     mfu = None
     if chip := chips.chip_of(about["device"]):
@@ -222,8 +221,7 @@ def parse(argv):
 def main(argv):
     """Print the rows of `measure`."""
     own, configurations = parse(argv)
-    if own.json:
-        check_place(own.json, "--json")
+    check_place(own.json, "--json")
     where = machine()
     rows = measure(configurations, own.rounds, own.steps)
     first = rows[0]

@@ -56,8 +56,7 @@ from training import command_line, settings
 from training.profiling import Profile
 
 PACKAGES = "jax jaxlib jax-cuda12-plugin jax-cuda13-plugin nvidia-nccl-cu12 libtpu"
-# {first word of a check's name: share of --minutes after which none begins}; all others have all of it
-LATEST = {"model": 0.5, "flag": 0.8}
+LATEST = {"model": 0.5, "flag": 0.8}  # share of --minutes after which no such check begins
 LONG = 2.0  # planned seconds of a step above which its batch is cut
 ROUNDS, STEPS = 5, 2  # measured after a first step
 

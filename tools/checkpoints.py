@@ -29,8 +29,8 @@ class Options:
     """A run directory, or its gs:// or s3:// address."""
 
 
-def complaint(checkpoints, step):
-    """What is wrong with a checkpoint, or None. Its state is read as numpy arrays, all of it into memory."""
+def verdict(checkpoints, step):
+    """(whether a checkpoint is sound, words about it). Its state is read as numpy arrays, all of it into memory."""
     try:
         with ocp.PyTreeCheckpointer() as reader:
             folder = checkpoints.folder / str(step) / "state"
@@ -39,11 +39,14 @@ def complaint(checkpoints, step):
             state = reader.restore(folder, args=ocp.args.PyTreeRestore(restore_args=arrays))
         meta = checkpoints.meta(step)
     except Exception as e:  # whatever a damaged file makes the libraries raise
-        return first_line(e)
+        return False, f"damaged: {first_line(e)}"
     # in any order: the leaves of a state come out of a file in another one
     if sorted(checkpointing.fingerprint(state).tolist()) != sorted(meta["fingerprint"]):
-        return "its contents are not those that were saved"
-    return None
+        return False, "damaged: its contents are not those that were saved"
+    words = f"sound, after {meta['sequences']:,} sequences"
+    if meta["val_loss"] is not None:
+        words += f", validation loss {meta['val_loss']:.4f}"
+    return True, words
 
 
 def main(options):
@@ -55,14 +58,8 @@ def main(options):
         raise UserError(f"{options.run_dir}: there are no checkpoints in it.")
     damaged = 0
     for step in found:
-        if wrong := complaint(checkpoints, step):
-            damaged += 1
-            words = f"damaged: {wrong}"
-        else:
-            meta = checkpoints.meta(step)
-            words = f"sound, after {meta['sequences']:,} sequences"
-            if meta["val_loss"] is not None:
-                words += f", validation loss {meta['val_loss']:.4f}"
+        is_sound, words = verdict(checkpoints, step)
+        damaged += not is_sound
         print(f"{step}  {words}", flush=True)
     if damaged:
         raise UserError(f"{options.run_dir}: {damaged} of {len(found)} checkpoints are damaged.")

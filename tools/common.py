@@ -94,11 +94,9 @@ def run_on_cpu(kind, program, main):
 
 
 def open_model(options, text):
-    """(Config, mesh, parameters, tokenizer) of `options.model` on the mesh of `options`.
-
-    Parameters are sharded, matrices in model_dtype. The tokenizer is None where the model has none; UserError where
-    `text` needs one. Warns where --T is more than the model was made for, or refuses it.
-    """
+    """(Config, mesh, parameters, tokenizer) of `options.model` on the mesh of `options`, matrices in model_dtype. The
+    tokenizer is None where the model has none; UserError where `text` needs one. Warns where --T is more than the model
+    was made for, or refuses it."""
     import jax  # here: XLA's flags must be in the environment before
 
     import model

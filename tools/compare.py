@@ -86,11 +86,7 @@ def cell(values, form):
 
 
 def table(groups, marks, target):
-    """A Markdown table of groups of runs, {name: {seed: Curve}}, beside the first group.
-
-    marks: numbers of tokens; none: evaluations of the first run at about a quarter, half and three quarters of it.
-    target: a loss; None: the first group's final one, of each seed its own.
-    """
+    """A Markdown table of groups of runs, {name: {seed: Curve}}, beside the first group. marks, target: the flags."""
     first_name, first = next(iter(groups.items()))
     if not marks:
         tokens = next(iter(first.values())).tokens

@@ -28,6 +28,12 @@ from training.settings import checkpoint_steps
 
 MOST_WAITING = 1024  # continuations of a request, or requests
 LIKELIEST = 5  # alternatives to a token that are kept
+Text = Annotated[str, Field(min_length=1)]
+Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+Several = Annotated[list[str] | list[Ids], Field(min_length=1)]
+# of OpenAI's parameters, what changes nothing
+UNCHANGED = dict(best_of=1, echo=False, logit_bias={}, suffix="", top_p=1)
+UNCHANGED |= dict(frequency_penalty=0, presence_penalty=0)
 
 
 class Refused(Exception):
@@ -38,14 +44,6 @@ class Refused(Exception):
         self.status = status
         kind = "invalid_request_error" if status < 500 else "server_error"
         self.body = {"error": dict(message=message, type=kind, param=param, code=None)}
-
-
-Text = Annotated[str, Field(min_length=1)]
-Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
-Several = Annotated[list[str] | list[Ids], Field(min_length=1)]
-# of OpenAI's parameters, what changes nothing
-UNCHANGED = dict(best_of=1, echo=False, logit_bias={}, suffix="", top_p=1)
-UNCHANGED |= dict(frequency_penalty=0, presence_penalty=0)
 
 
 class Parameters(pydantic.BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
@@ -211,11 +209,9 @@ def programs(cfg, mesh, T):
 
 
 class Batch:
-    """The rows of a model that are continued at once. A row joins when another has ended.
-
-    Programs have fixed shapes: a prompt is read alone, padded to a length of `length_for`; all rows advance together,
-    used or not. So an answer does not depend on what else is asked.
-    """
+    """The rows of a model that are continued at once. A row joins when another has ended. Programs have fixed shapes: a
+    prompt is read alone, padded to a length of `length_for`; all rows advance together, used or not. So an answer does
+    not depend on what else is asked."""
 
     def __init__(self, folder, step, n_rows):
         self.folder, self.step = folder, step

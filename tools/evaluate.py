@@ -41,8 +41,7 @@ from inference.scores import Piece, make_scorer, mean
 
 
 def open_shards(options, cfg, path):
-    """The Corpus that --data names, or None where it names no shards. Raises UserError as Corpus does, and where the
-    shards were made with another tokenizer than the model's."""
+    """The Corpus that --data names, None where it names no shards. Raises UserError, also for another tokenizer's."""
     folders = [path, f"{path}/val"]
     if not is_remote(path):
         folders = map(os.path.abspath, folders)
@@ -72,8 +71,7 @@ def texts(path, column):
 
 
 def text_pieces(documents, encoding, T, stride, limit, sizes):
-    """At most `limit` windows of documents as `Piece`s, which count every target once. Appends the bytes of every
-    document to the list `sizes`."""
+    """At most `limit` windows of documents as `Piece`s, each target in one. Appends a document's bytes to `sizes`."""
     left = limit
     for text in filter(None, documents):
         if not left:
@@ -90,8 +88,7 @@ def text_pieces(documents, encoding, T, stride, limit, sizes):
 
 
 def evaluate(options, path, cfg, encoding, score):
-    """{"data", "sequences", "clusters", "tokens", "loss", ...: numbers} of one --data; each standard error, None of a
-    single cluster, under the name with "_error"."""
+    """{"data", "sequences", "loss", ...: numbers} of one --data; "loss_error": standard error, None of one cluster."""
     T = options.T or cfg.model.T
     stride = options.stride or T
     if stride > T:
@@ -151,8 +148,7 @@ def main(options):
     """Print and return the results, {"data": [dicts of `evaluate`], "tasks": those of lm_eval, if asked}."""
     if not options.data and not options.tasks:
         raise UserError("--data, --tasks: give at least one of them.")
-    if options.output and not is_remote(options.output):
-        check_place(options.output, "--output")
+    check_place(options.output, "--output")
     cfg, mesh, params, encoding = common.open_model(options, bool(options.tasks))
     score = functools.partial(make_scorer(cfg, mesh, options.batch_size), params)
     try:

@@ -36,8 +36,7 @@ from tools import common
 from tools.model_card import model_card
 from training import checkpointing, settings, steps
 
-# of models that transformers does not know
-CODE = os.path.realpath(f"{__file__}/../../inference/exported")
+CODE = os.path.realpath(f"{__file__}/../../inference/exported")  # of what transformers lacks
 
 
 def import_folder(folder, run_dir):
@@ -67,8 +66,7 @@ def import_folder(folder, run_dir):
 
 
 def export(run_dir, folder, dtype="float32", title=""):
-    """Write the newest sound checkpoint of a run directory as a folder that transformers loads. title: the name under
-    which it will be found, where that is not the folder."""
+    """Write a run's newest sound checkpoint as a folder that transformers loads. title: its name there, if another."""
     flags, load = weights.open_weights(run_dir)
     cfg = config_of_one_device(flags, run_dir)
     form = hugging_face.format_to_export(cfg.model.architecture)

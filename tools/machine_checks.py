@@ -31,8 +31,7 @@ from training.checkpointing import fingerprint
 from training.optimizer import make_optimizer
 from training.run_checkpoints import RunCheckpoints
 
-# Largest difference that is rounding, as a share of the largest number of the same array
-LIMITS = {"float32": 1e-4, "bfloat16": 2**-5}
+LIMITS = {"float32": 1e-4, "bfloat16": 2**-5}  # of rounding, as a share of the largest number
 # XLA takes minutes for some models on a CPU where it optimizes, and on a GPU where it times tiles
 COMPILER = {"cpu": {"xla_backend_optimization_level": 0}, "gpu": {"xla_gpu_autotune_level": 0}}
 MODELS = ("deepseek-tiny", "gpt2-tiny", "qwen3-tiny")

@@ -11,8 +11,7 @@ UNKNOWN = "These weights were imported; how they were trained is not known here.
 
 
 def model_card(run_dir, title, config, count):
-    """Markdown. title: the name under which transformers finds the model; config: its config.json; count: of its
-    parameters, in words."""
+    """Markdown. title: what transformers finds the model by; config: its config.json; count: of its parameters."""
     flags = read_json(run_dir, "config.json")
     rows, _ = read_rows(read_file(os.path.join(run_dir, "metrics.jsonl")) or b"")
     newest = max(settings.checkpoint_steps(run_dir), default=0)

@@ -30,7 +30,7 @@ from runtime.messages import UserError, first_line, one_sentence
 from runtime.parser import flag, place
 from tools import common
 from training.meter import spent_in
-from training.runlog import EXPERT_SHARE, SAMPLES, duration, row_of
+from training.runlog import SAMPLES, duration, row_of
 from training.settings import checkpoint_steps
 
 PACKAGES = "starlette", "uvicorn", "pydantic", "plotly"
@@ -96,7 +96,6 @@ class Run:
         self.last = b""  # the last of these lines
 
     def refresh(self):
-        """Read what is new."""
         try:
             self.config = read_json(self.folder, "config.json")
             with contextlib.suppress(FileNotFoundError):
@@ -167,7 +166,7 @@ def trouble_in(rows):
     skipped = row.get("bad_steps", 0) - recent[0].get("bad_steps", 0)
     if skipped > 0:
         return f"{skipped:.0f} of the last {len(recent)} steps were not finite, so skipped,"
-    shares = [value for key, value in row.items() if key.startswith(EXPERT_SHARE)]
+    shares = [value for key, value in row.items() if key.startswith("load/expert_")]
     starved = sum(share * len(shares) < 0.1 for share in shares)
     if 2 * starved > len(shares):
         return f"{starved} of {len(shares)} experts get less than a tenth of an even share"
@@ -307,7 +306,6 @@ async def stream(answer, about):
 
 
 def make_app(runs, engine):
-    """The page and what it asks for."""
     here = os.path.dirname(os.path.realpath(__file__))
     (plotly,) = importlib.util.find_spec("plotly").submodule_search_locations
     script = f"{plotly}/package_data/plotly.min.js"

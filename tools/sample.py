@@ -35,8 +35,7 @@ MULTIPLE = 64  # to which prompts are padded, so that programs compiled for one 
 
 
 class Row:
-    """One sequence as its tokens arrive. prompt: token ids, the first `hidden` of which are not shown; head: text to
-    show before it."""
+    """One sequence as its tokens arrive. prompt: token ids, the first `hidden` not shown; head: text shown before."""
 
     def __init__(self, encoding, prompt, options, hidden=1, head=""):
         self.encoding, self.prompt, self.options = encoding, prompt, options

@@ -190,8 +190,7 @@ class Shares:
     """Seconds of one step of a trace, means over steps and devices. Raises UserError where it does not hold them."""
 
     def __init__(self, trace):
-        # {part: seconds}, exposed communication as its links; they add up to the step
-        self.parts = Counter()
+        self.parts = Counter()  # {part: seconds} of the step, exposed communication as its links
         self.hidden = Counter()  # {links: seconds} of communication while the device computes
         self.operations = Counter()  # {Operation: seconds}
         first, last = trace.about["steps"]
@@ -212,10 +211,8 @@ class Shares:
         self.products = sum(t for one, t in self.operations.items() if one.is_product)  # seconds
 
     def add_moment(self, seconds, active):
-        """Add a time in which these operations were under way on a device.
-
-        It belongs to one part. Where the device computes: to what it computes, in equal shares where several operations
-        run at once. Else, where bytes travel: to those links. Else it idles."""
+        """Add a time in which these operations were under way on a device: to what it computes, in equal shares; where
+        it computes nothing, to the links over which bytes travel; else it idles."""
         computing = [one for one in active if not one.links]
         busy = computing or active
         for one in busy:

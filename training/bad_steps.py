@@ -20,11 +20,8 @@ class Rollback(NamedTuple):
 
 
 class BadSteps:
-    """Counts the bad steps of a run and decides on rollbacks.
-
-    After `limit` bad steps in a row (0: never) a rollback is due; after MAX_ROLLBACKS the run ends. state: what `state`
-    returned when the checkpoint was saved that the run resumes from.
-    """
+    """Counts the bad steps of a run: after `limit` of them in a row (0: never) a rollback is due; after MAX_ROLLBACKS
+    the run ends. state: what `state` returned when the checkpoint was saved that the run resumes from."""
 
     def __init__(self, limit, state=None):
         state = state or {}

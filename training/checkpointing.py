@@ -35,8 +35,7 @@ def fingerprint(state):
     return jnp.stack(sums)
 
 
-# Bytes of an array that are stored in one piece, which can be read without the others.
-CHUNK = 2**27
+CHUNK = 2**27  # bytes of an array that are one piece, read without the others
 
 
 def stored_in_chunks(x):
@@ -75,8 +74,7 @@ def meet_or_fail():
 
 
 def kept(losses, keep, every=0):
-    """The steps to keep of the checkpoints in {step: validation loss or None}: the newest `keep`, every `every`-th step
-    (0: none) and the one with the smallest loss."""
+    """The steps to keep of {step: validation loss or None}: the newest `keep`, every `every`-th (0: none), the best."""
     steps = sorted(losses)
     measured = [step for step, loss in losses.items() if math.isfinite(loss or math.nan)]
     stay = {*steps[-keep:]}
@@ -94,11 +92,9 @@ def meta_sum(meta):
 
 
 class Checkpoints:
-    """The Orbax checkpoints in `folder`: written in the background, verified when read, kept as `kept` says.
-
-    keep, every: of `kept`; keep None: all stay. explain(flags) -> which flags make a checkpoint that of
-    another model, in words: {flag: value} that was saved with it, or None.
-    """
+    """The Orbax checkpoints in `folder`: written in the background, verified when read, kept as `kept` says; all stay
+    with keep None. explain(flags) -> which flags make a checkpoint that of another model, in words: {flag: value} that
+    was saved with it, or None."""
 
     def __init__(self, folder, keep=None, every=0, explain=None):
         self.keep, self.every, self.explain = keep, every, explain
@@ -134,9 +130,8 @@ class Checkpoints:
         meta["fingerprint"] = np.asarray(fingerprint(state)).tolist()
         meta["sum"] = meta_sum(meta)
         storage = jax.tree.map(stored_in_chunks, state)
-        args = ocp.args.Composite(
-            state=ocp.args.StandardSave(state, storage), meta=ocp.args.JsonSave(meta)
-        )
+        state = ocp.args.StandardSave(state, storage)
+        args = ocp.args.Composite(state=state, meta=ocp.args.JsonSave(meta))
         self.manager.save(step, args=args, force=True)
         self.saved = step
         self.written = self.watcher.submit(self._watch, step)
@@ -232,9 +227,8 @@ class Checkpoints:
     def restore_params(self, abstract):
         """Parameters alone of the newest sound checkpoint, as `abstract`. Raises UserError where there is none."""
         item = {"params": abstract}
-        args = ocp.args.PyTreeRestore(
-            item, ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True
-        )
+        how = ocp.checkpoint_utils.construct_restore_args(item)
+        args = ocp.args.PyTreeRestore(item, how, partial_restore=True)
         found, damaged = self._newest_sound(args, self.steps())
         if found is None:
             raise UserError(f"{self.folder}: there is no checkpoint in here.")

@@ -17,6 +17,9 @@ from utils import Config, Plan, Run, replace
 
 # A file that comes with the program may be missing yet in the folder where it will run.
 ROOT = Path(__file__).resolve().parents[1]
+# What the file of a run holds beside flags, and the flags that belong to one launch of it.
+NO_FLAGS = {"data_fingerprint", "commit", "encoding", "end_of_text", "config"}
+NO_FLAGS |= {"coordinator", "num_processes", "process_id"}
 
 
 def parse(argv, load=load_tokenizer, elsewhere=False):
@@ -39,11 +42,6 @@ def parse(argv, load=load_tokenizer, elsewhere=False):
     if of_plan and not cfg.plan.plan:
         raise UserError(f"--{of_plan[0]}: needs --plan beside it, with a machine such as v4:2x4x4.")
     return follow_tokenizer(Flags(cfg, frozenset(given)), load)
-
-
-# What the file of a run holds beside flags, and the flags that belong to one launch of it.
-NO_FLAGS = {"data_fingerprint", "commit", "encoding", "end_of_text", "config"}
-NO_FLAGS |= {"coordinator", "num_processes", "process_id"}
 
 
 def flags_of_file(path, beside):

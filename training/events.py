@@ -14,15 +14,12 @@ except ImportError as e:
     missing = f"its package cannot be imported ({e})"
     raise UserError(f"--tensorboard: {missing}; bash setup_tpu.sh tensorboard adds it.") from None
 
-# TensorBoard reads all files whose names begin so, in their order.
-BEGINNING = "events.out.tfevents."
+BEGINNING = "events.out.tfevents."  # so begin the names of files that TensorBoard reads
 
 
 class EventFile:
-    """A scalar for each number of a row, at the row's step.
-
-    A run that resumes begins another file. An object in a bucket cannot be appended to: `upload` writes all of it.
-    """
+    """A scalar for each number of a row. A run that resumes begins another file. An object in a bucket cannot be
+    appended to: `upload` writes all of it."""
 
     def __init__(self, folder, rows):
         """rows: those of metrics.jsonl so far, which are added where no file before has them."""

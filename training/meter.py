@@ -137,15 +137,13 @@ class Meter:
     """The metrics of each step, fetched one step late, so that the devices always have work."""
 
     def __init__(self, tokens, corpus, bad_steps, profile, goodput):
-        """tokens: of a step; corpus: a Mixture, which knows how often its data was seen; bad_steps: observes each
-        step's loss and gradient; profile: a Profile, which ends its trace after the last step; goodput: a Goodput."""
+        """tokens: of a step; corpus: a Mixture; bad_steps: `BadSteps`; profile: a Profile; goodput: a Goodput."""
         self.pace = Pace(tokens)
         self.corpus = corpus
         self.bad_steps = bad_steps
         self.profile = profile
         self.goodput = goodput
-        # (step, sequences, metrics on the devices, seconds waited for data) of the last step, until it is fetched
-        self.newest = None
+        self.newest = None  # what `launched` was given of the last step, until it is fetched
 
     def launched(self, step, sequences, metrics, data_wait):
         """Take note of a step that the devices have been given. Returns the row of the one before, or None."""

@@ -14,8 +14,7 @@ from training.checkpointing import Checkpoints
 
 
 class RunCheckpoints(Checkpoints):
-    """The checkpoints of a run. In them the blocks are in order; --pp_interleave deals them out to the stages in
-    rounds, so states are rearranged on their way in and out. A checkpoint then fits every mesh."""
+    """The checkpoints of a run. In them the blocks are in order, as `steps.arranger` has them: they fit every mesh."""
 
     def __init__(self, cfg, mesh, optimizer, data, load_weights=None, mix_borders=()):
         """data: fingerprint of the shards. load_weights(abstract): parameters that the run begins with, of
@@ -46,13 +45,12 @@ class RunCheckpoints(Checkpoints):
         return self._running(self.restore(self.stored, before, self.cfg.run.save_steps))
 
     def _running(self, found):
-        state, meta = found or self._begin()
+        if not found:
+            params = self.load_weights and self.load_weights(self.stored.params)
+            state = steps.init_state(self.cfg, self.stored, self.optimizer, params)
+            found = state, dict(step=0, sequences=0)
+        state, meta = found
         return self.to_running(state), meta
-
-    def _begin(self):
-        params = self.load_weights and self.load_weights(self.stored.params)
-        state = steps.init_state(self.cfg, self.stored, self.optimizer, params)
-        return state, dict(step=0, sequences=0)
 
     def save_running(self, step, sequences, state, bad_steps, val_loss=None):
         """Begin to write the state. bad_steps: the `BadSteps` of the run; val_loss: of the evaluation at this step."""

@@ -187,7 +187,6 @@ class RunLog:
         self.flush()
 
     def _later(self, work):
-        """Have the thread call work()."""
         self.worker.submit(attempt, work)
 
     def _append(self, row):
@@ -203,8 +202,7 @@ class RunLog:
             self.wandb.log(numbers, step=row["step"])
 
     def _read_history(self, step):
-        """The rows. Of a damaged metrics.jsonl all that it holds is kept beside it, with a warning about those up to
-        `step`."""
+        """The rows. What a damaged metrics.jsonl holds is kept beside it, with a warning of the rows up to `step`."""
         path = self.path("metrics.jsonl")
         content = read_file(path) or b""
         found, is_damaged = read_rows(content)
@@ -236,9 +234,8 @@ class RunLog:
             dir=self.folder,
             config=flatten(cfg),
         )
-        limits = wandb.Settings(
-            init_timeout=30, login_timeout=30, finish_timeout=600, finish_timeout_raises=False
-        )
+        seconds = dict(init_timeout=30, login_timeout=30, finish_timeout=600)
+        limits = wandb.Settings(finish_timeout_raises=False, **seconds)
         try:
             wandb.init(resume="allow", settings=limits, **about)
         except wandb.errors.Error as e:
@@ -257,6 +254,3 @@ def attempt(work, what="the run's log could not be written"):
         warn(f"{what}: {first_line(e)}")
         return False
     return True
-
-
-EXPERT_SHARE = "load/expert_"  # metrics of each expert

@@ -17,8 +17,7 @@ from utils import Config, flags_with, flatten, replace
 
 PADDING = 1.01  # up to which published models pad their vocabularies
 MOST_PROFILED = 50  # steps; longer traces are too large for the programs that show them
-# What may change where a run resumes, which is printed then.
-SCHEDULE = {"warmup_steps", "decay_steps", "end_steps"}
+SCHEDULE = {"warmup_steps", "decay_steps", "end_steps"}  # may change in a run, which is printed
 # Of config.json, beside what must be the same.
 BATCHES = {"train_batch_size", "val_batch_size", "accumulation_steps"}
 NEEDED_TO_RESUME = BATCHES | {"n_device_axis", "data"}
@@ -53,7 +52,6 @@ def settle(flags, n_devices, weights=None, stored=None, shards=(), encoding=None
     stored: `stored_config` of the run that it resumes, {} of a new one, None where none is meant (--plan, benchmarks).
     shards: as `dataset.manifests` lists them. encoding: their tokenizer, None where none is known.
     chip: chips.Chip of the devices, None where it is not known.
-
     Raises UserError naming the flag, its value and what would do.
     """
     if weights:
@@ -190,11 +188,9 @@ def ends(o):
 
 
 def follow_batches(flags):
-    """{flag: value} of microbatches and batch sizes that fit those of them that were given, and pp.
-
-    The most microbatches, up to the default, that divide both batch sizes, or else those that were given. Batch sizes
-    are rounded up to a multiple.
-    """
+    """{flag: value} of microbatches and batch sizes that fit those of them that were given, and pp: the most
+    microbatches, up to the default, that divide both batch sizes, or else those that were given. Batch sizes are
+    rounded up to a multiple."""
     d = flags.cfg.data
     pp = max(1, flags.cfg.run.n_device_axis[1])
     sizes = dict(train_batch_size=d.train_batch_size, val_batch_size=d.val_batch_size)
@@ -289,8 +285,7 @@ def check_same(cfg, stored, flags=utils.FIELDS.keys()):
 
 
 def compare(cfg, others, flags, whose, advice="leave the flag out"):
-    """Raises UserError where one of `flags` has another value in `cfg` than in {flag: value} `others`. whose: the words
-    before that value."""
+    """Raises UserError where one of `flags` has another value than in {flag: value} `others`, as `whose` words say."""
     now = flatten(cfg)
     for flag in sorted(flags & others.keys()):
         if now[flag] != others[flag]:
@@ -345,8 +340,7 @@ def stored_config(folder):
 
 
 def check_stored(config, folder, needed):
-    """Raises UserError where the {flag: value} `config` of a run directory lacks one of `needed`, or has a
-    value that its flag cannot have, as a file that someone edited."""
+    """Raises UserError where a run's {flag: value} lacks one of `needed`, or a value is none that its flag can have."""
     path, advice = os.path.join(folder, "config.json"), "; restore it"
     if missing := sorted({*needed} - config.keys()):
         raise UserError(f"{path}: {', '.join(missing)} is missing{advice}.")
@@ -359,7 +353,6 @@ def check_model(flags, where, names=None):
     together. names: {flag: what the file calls it}, where that differs."""
     names = {flag: flag for flag in flags} | (names or {})
     utils.read_values(flags, where, names)
-
     alone = dict(attention="auto", n_device_axis=(1, 1, 1), n_devices=1)
     try:
         validate(replace(Config(), **flags | alone), 1)
@@ -371,7 +364,10 @@ def check_model(flags, where, names=None):
 def check(cfg):
     """Raises UserError where flags of a completed configuration do not fit each other."""
     check_multiples(cfg)
-    check_architecture(cfg)
+    name = cfg.model.architecture
+    only = architectures.flags_without_choice(name)
+    compare(cfg, only, only.keys(), f"--architecture {name} has no such choice, only")
+    architectures.architecture(name).check(cfg)
     check_attention(cfg)
     check_limits(cfg.model, cfg.optimizer)
     check_names(cfg)
@@ -404,14 +400,6 @@ def check_multiples(cfg):
         raise UserError(
             f"--n_experts {m.n_experts}: must divide dp x tp, {n}, or be divided by it."
         )
-
-
-def check_architecture(cfg):
-    """Raises UserError for flags that the architecture does not have, and for those that it does not take."""
-    name = cfg.model.architecture
-    only = architectures.flags_without_choice(name)
-    compare(cfg, only, only.keys(), f"--architecture {name} has no such choice, only")
-    architectures.architecture(name).check(cfg)
 
 
 def check_attention(cfg):

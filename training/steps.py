@@ -20,7 +20,7 @@ import collectives
 import model
 from architectures import parameters
 from dataset import Prefetch, put_batch
-from runtime.files import check_place, is_remote
+from runtime.files import check_place
 from runtime.messages import UserError, say, warn
 from runtime.processes import together
 
@@ -138,11 +138,9 @@ def make_train_step(cfg, mesh, optimizer, schedule):
             params = model.update_router_bias(cfg, params, seen.load)
             norm = optax.tree.norm(grads)
             sound = jnp.isfinite(loss) & jnp.isfinite(norm)
-            params, opt_state = jax.tree.map(
-                functools.partial(jnp.where, sound),
-                (params, opt_state),
-                (state.params, state.opt_state),
-            )
+            before = state.params, state.opt_state
+            choose = functools.partial(jnp.where, sound)
+            params, opt_state = jax.tree.map(choose, (params, opt_state), before)
         metrics = step_metrics(cfg, loss, seen, rate, norm)
         return TrainState(params, opt_state, state.step + 1, state.key), metrics
 
@@ -177,8 +175,7 @@ def step_metrics(cfg, loss, seen, lr, grad_norm):
         "grad_norm": grad_norm,
     }
     if cfg.model.n_experts:
-        # [layers, E] tokens routed to each expert
-        counts = seen.load.reshape(-1, cfg.model.n_experts)
+        counts = seen.load.reshape(-1, cfg.model.n_experts)  # [layers, E] tokens routed to each
         metrics["loss/load_loss"] = seen.load_loss
         shares = counts / counts.sum(-1, keepdims=True)
         metrics["load/experts"] = shares.mean(0)  # [E]
@@ -272,8 +269,7 @@ def configure_jax(cfg):
     cache = os.path.expanduser(cfg.run.compilation_cache)
     if cache:
         try:
-            if not is_remote(cache):
-                check_place(os.path.join(cache, "entry"), "--compilation_cache")
+            check_place(os.path.join(cache, "entry"), "--compilation_cache")
             jax.config.update("jax_compilation_cache_dir", cache)
         except UserError as e:  # one warning; jax would give one for every program that it compiles
             warn(e)

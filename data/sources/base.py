@@ -13,6 +13,7 @@ from runtime.files import is_remote, persist
 from runtime.messages import UserError, first_line
 
 SHOWN = 3  # warnings of one kind that are printed; the rest are counted
+shown = {}  # {kind: warnings of it that were printed}, of one source
 
 
 class Document(NamedTuple):
@@ -22,9 +23,6 @@ class Document(NamedTuple):
     text: str | None = None
     start: int | None = None  # where a document begins that is a part of a file
     lost: str = ""  # the count of the manifest that --skip_damaged adds to here; no text then
-
-
-shown = {}  # {kind: warnings of it that were printed}, of one source
 
 
 def warn(kind, words):
@@ -67,8 +65,6 @@ class Records:
                         and its text: a str, None, or the Document of what --skip_damaged leaves out. Where the rest
                         cannot be read it raises UserError or one of DAMAGE.
     """
-
-    endings = ()
 
     def __init__(self, fs, files, column, skip):
         """files: {path: bytes} in the file system `fs`; column: the one that holds the text; skip: --skip_damaged."""

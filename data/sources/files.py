@@ -41,10 +41,8 @@ def documents_of(paths, root):
 
 
 def parts_of(name, path):
-    """The documents of a file: itself, or parts of a text that is too long for one and neither compressed nor UTF-16.
-
-    Parts have about PART bytes and end with a line, wherever the next line ends.
-    """
+    """The documents of a file: itself, or parts of a text that is too long for one and neither compressed nor UTF-16:
+    lines of about PART bytes."""
     size = os.path.getsize(path)
     whole = [Document(name, path, size)]
     if size <= text.LONGEST or os.path.splitext(path)[1] in text.COMPRESSION:

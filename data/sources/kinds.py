@@ -17,8 +17,7 @@ from data.sources.text import read_text
 from runtime.files import filesystem, is_remote, persist
 from runtime.messages import UserError, first_line
 
-# The kinds of files that hold records, each a subclass of base.Records in a file of its own.
-KINDS = (Lines, Tables)
+KINDS = (Lines, Tables)  # of files that hold records, each a subclass of base.Records
 TEXT = re.compile(r"\.(txt|md)(\.gz|\.zst)?$")  # files that are read as texts beside records
 ENDINGS = ", ".join(ending for kind in KINDS for ending in kind.endings)
 ENDING = re.compile(r"(\.\w+)?(\.gz|\.zst)?$")

@@ -11,8 +11,7 @@ from data.sources.base import Records
 from data.sources.text import DAMAGE, check_length
 from runtime.messages import UserError
 
-# Arrow's types of a column that holds text
-TEXT_TYPES = ("string", "large_string", "string_view", "null")
+TEXT_TYPES = ("string", "large_string", "string_view", "null")  # Arrow's, of a column of text
 
 
 class Tables(Records):

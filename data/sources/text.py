@@ -9,11 +9,9 @@ import pyarrow
 from data.tokenization import whole_characters
 from runtime.messages import UserError, first_line
 
-# what reading a damaged file raises
-DAMAGE = (OSError, EOFError, UnicodeError, pyarrow.ArrowException)
+DAMAGE = (OSError, EOFError, UnicodeError, pyarrow.ArrowException)  # what a damaged file raises
 COMPRESSION = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
-# Bytes of the longest document, decompressed. A few kilobytes of an archive can spell gigabytes.
-LONGEST = 256_000_000
+LONGEST = 256_000_000  # bytes of a document, decompressed: a few kilobytes of an archive can spell gigabytes
 PIECE = 1 << 20  # bytes that are read at once
 WIDE = {  # those of 32 bits first: their marks begin with those of 16
     codecs.BOM_UTF32_LE: "utf-32",
@@ -61,9 +59,8 @@ def decode(content):
     try:
         return content.decode(wide_encoding(content) or "utf-8-sig"), 0
     except UnicodeDecodeError:
-        pass
-    text = content.removeprefix(codecs.BOM_UTF8).decode(errors="replace")
-    return text, text.count("\ufffd") - content.count("\ufffd".encode())
+        text = content.removeprefix(codecs.BOM_UTF8).decode(errors="replace")
+        return text, text.count("\ufffd") - content.count("\ufffd".encode())
 
 
 def read_text(document):
