@@ -10,7 +10,7 @@ R latent, E experts, k chosen ones.
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import DynamicCache, DynamicLayer, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .configuration_moe_pretraining import MoEPretrainingConfig
@@ -220,6 +220,8 @@ class Transformer(nn.Module):
         """x [B, t, D] -> the same, with shares of earlier tokens, which `cache` holds as one more layer."""
         t = x.shape[1]
         if cache is not None:
+            if len(cache.layers) == len(self.layers):  # transformers made as many as the configuration says
+                cache.layers.append(DynamicLayer())
             x = cache.update(x[:, None], x[:, None, :, :0], len(self.layers))[0][:, 0]
         x = x * real[..., None]  # [B, T, D]
         return short_conv(x, self.embedding_conv)[:, -t:]
