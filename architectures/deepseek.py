@@ -305,7 +305,7 @@ def embed(top, x, position):
 
 def latent_cache(cfg, B, T):
     """{kind: (shape, spec)} of the cache of B sequences of at most T tokens: R numbers per token and layer, and
-    rope_dim more where the layer has rotary positions."""
+    rope_dim more where the layer has rotary positions; D for --embedding_conv."""
     m, L = cfg.model, cfg.model.layers_per_block
     rotated = m.latent_dim + m.rope_dim
     last = m.latent_dim + rope_channels(m, routed=True)

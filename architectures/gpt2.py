@@ -96,6 +96,8 @@ def _layer_norm_forward(x, p, eps):
     return y.astype(x.dtype), (x, p, mean, inverse)
 
 
+# Gradients of the norm and of GELU are written out so that no float32 array of x's size goes through a GPU's memory.
+# The barriers hide from XLA what it would otherwise keep in float32 from the forward pass, or share between two uses.
 def _layer_norm_backward(eps, kept, g):
     x, p, mean, inverse = lax.optimization_barrier(kept)
     normal = (x.astype(jnp.float32) - mean) * inverse

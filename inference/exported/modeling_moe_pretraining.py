@@ -220,7 +220,7 @@ class Transformer(nn.Module):
         """x [B, t, D] -> the same, with shares of earlier tokens, which `cache` holds as one more layer."""
         t = x.shape[1]
         if cache is not None:
-            if len(cache.layers) == len(self.layers):  # transformers made as many as the configuration says
+            if len(cache.layers) == len(self.layers):  # generate() makes as many
                 cache.layers.append(DynamicLayer())
             x = cache.update(x[:, None], x[:, None, :, :0], len(self.layers))[0][:, 0]
         x = x * real[..., None]  # [B, T, D]
