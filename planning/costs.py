@@ -348,6 +348,9 @@ class Estimate:
         self.send("collective-permute", "pp", tick, self.batches * 2 * self.ticks)
         self.send("all-gather", "pp", everything, self.batches)
         self.send("all-to-all", "pp", everything, self.batches * 3)
+        if self.m.embedding_conv:  # ids, of the tokens before
+            ids = self.own * self.own_tokens * self.tp
+            self.send("all-gather", "tp", 4 * ids, self.batches)
 
     def peak(self, gathered, largest, kept, widest):
         """Bytes of peak memory beside weights, moments, the batch and what is kept for the backward pass: while there
