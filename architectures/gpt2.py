@@ -105,7 +105,7 @@ def _layer_norm_backward(eps, kept, g):
     d_normal = g * p["scale"]
     along = jnp.mean(d_normal * normal, -1, keepdims=True)
     dx = inverse * (d_normal - d_normal.mean(-1, keepdims=True) - normal * along)
-    others = range(g.ndim - 1)
+    others = tuple(range(g.ndim - 1))
     dp = dict(scale=(g * normal).sum(others), bias=g.sum(others))
     return dx.astype(x.dtype), dp
 
