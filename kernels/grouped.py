@@ -13,7 +13,7 @@ from jax import lax
 
 # Numbers of rows in a tile. An expert's rows fill as many of the largest as they can, then at most one of each other
 # size: products of many rows are faster, and half a small tile is what an expert computes in vain.
-TILES = (256, 128, 64, 32)
+TILES = (512, 256, 128, 64, 32)
 SMALL = TILES[-1]
 
 
