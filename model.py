@@ -558,7 +558,7 @@ def run_layer(cfg, kind, weights, index, number, x, tokens, cache=None):
             p, _ = take(gathered, ())
         x, aside = layer(p, x, tokens, m, cache)
         if m.remat == "none" and platform() == "cpu":
-            # XLA would add x up anew for each use, from what the layer's experts gave
+            # else XLA fuses the sums that make x into each of its uses, and computes them several times
             x = lax.optimization_barrier(x)
         return x, aside, grad
 

@@ -348,7 +348,7 @@ class Estimate:
         self.send("collective-permute", "pp", tick, self.batches * 2 * self.ticks)
         self.send("all-gather", "pp", everything, self.batches)
         self.send("all-to-all", "pp", everything, self.batches * 3)
-        if self.m.embedding_conv:  # ids, of the tokens before
+        if self.m.embedding_conv:  # the ids, for the rows of the tokens before
             ids = self.own * self.own_tokens * self.tp
             self.send("all-gather", "tp", 4 * ids, self.batches)
 
