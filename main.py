@@ -67,8 +67,8 @@ def main(flags, began=None):
             where = f"--init_from {asked.run.init_from}"
             weights.check_tokenizer(where, asked.run.init_from, shards, asked.data.tokenizer)
         encoding = encoding_of(shards, asked.data.tokenizer)
-        chip = chips.chip_of(jax.devices()[0].device_kind)
-        cfg = settings.settle(flags, jax.device_count(), of_weights, stored, shards, encoding, chip)
+        kind = jax.devices()[0].device_kind
+        cfg = settings.settle(flags, jax.device_count(), of_weights, stored, shards, encoding, kind)
         steps.set_precision(cfg)
         if of_weights:
             most = weights.positions(cfg.run.init_from, of_weights["T"])

@@ -67,7 +67,7 @@ PRESETS = {
     "jaxformer-small": """
         --model_dimension 256 --vocab_size 8192 --n_head 4 --blocks 2 --layers_per_block 2 --T 256
         --latent_dim 64 --rope_dim 32 --activation gelu --n_experts 8 --n_shared 1
-        --model_dtype float32 --train_batch_size 8 --microbatches 1 --accumulation_steps 4 --remat none
+        --train_batch_size 8 --microbatches 1 --accumulation_steps 4 --remat none
     """,
     # every part of DeepSeek-V3 (arXiv:2412.19437, section 4.2), as small as tiny
     "deepseek-tiny": f"""{MINUTES}

@@ -52,7 +52,8 @@ quietly() {
 # The first Python that can build the environment: one that the newest jax supports, else the machine's own.
 find_python() {
   local python pyenv=${PYENV_ROOT:-${HOME:-}/.pyenv}/versions
-  for python in python3.13 python3.12 python3 python python3.11 "$pyenv"/3.1[123].*/bin/python; do
+  for python in python3.13 "$pyenv"/3.13.*/bin/python python3.12 "$pyenv"/3.12.*/bin/python \
+    python3 python python3.11 "$pyenv"/3.11.*/bin/python; do
     if version "$python" "$BUILDS" >/dev/null; then
       echo "$python"
       return

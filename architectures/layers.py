@@ -26,6 +26,7 @@ from collectives import (
     scatter_sequence,
 )
 from kernels import attention as kernels
+from kernels.layouts import row_major
 
 # Places in a model behind which channels are dropped; each draws differently.
 AFTER_ATTENTION, AFTER_FEED_FORWARD, AFTER_EMBEDDING = range(3)
@@ -170,9 +171,10 @@ def _product_backward(spec, operands, g):
     pairs = [(x_dims, x), (g_dims, g)]
     (first, a), (second, b) = sorted(pairs, key=lambda pair: pair[1].size)
     # as a plain matrix product has its dims: those of both operands, then the first's, then the second's
-    ordered = sorted(w_dims, key=lambda dim: (dim not in first, dim not in second))
-    ordered = "".join(ordered)
-    dw = jnp.einsum(f"{first},{second}->{ordered}", a, b)
+    ordered = "".join(sorted(w_dims, key=lambda dim: (dim not in first, dim not in second)))
+    rows = "".join(sorted(first, key=lambda dim: (ordered + dim).index(dim)))
+    a = row_major(jnp.einsum(f"{first}->{rows}", a))
+    dw = row_major(jnp.einsum(f"{rows},{second}->{ordered}", a, b))
     dw = jnp.einsum(f"{ordered}->{w_dims}", dw)
     dx = jnp.einsum(f"{g_dims},{w_dims}->{x_dims}", g, w)
     return dx, dw
@@ -232,7 +234,18 @@ def rotate(x, position, frequencies):
 def attention_kernel(m, cache):
     """The kernel that --attention names; with a cache xla, the one for queries that are not as many as the keys."""
     name = m.attention if cache is None else "xla"
-    return kernels.ATTENTION[name].function
+    kernel = kernels.ATTENTION[name].function
+    return in_float32(kernel) if platform() == "cpu" and cache is None else kernel
+
+
+def in_float32(kernel):
+    """`kernel`, which computes in float32 whatever it gets. On CPUs sums of gradients in bfloat16 take longer."""
+
+    def attend(q, k, v, *rest):
+        operands = [x.astype(jnp.float32) for x in (q, k, v)]
+        return kernel(*operands, *rest).astype(q.dtype)
+
+    return attend
 
 
 def write_cache(cache, new, position):

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kernels.layouts import row_major
+
 # Numbers of rows in a tile. An expert's rows fill as many of the largest as they can, then at most one of each other
 # size: products of many rows are faster, and half a small tile is what an expert computes in vain.
 TILES = (512, 256, 128, 64, 32)
@@ -87,7 +89,7 @@ def _forward(activate, expected, keep, rows, gates, up, down, begins):
             if keep:
                 hidden = put_tile(hidden, h, at)
             h = activate(h) * tile_of(gates, at, size)
-            return put_tile(out, h @ own_down.T, at), hidden
+            return put_tile(out, jnp.einsum("nf,df->nd", h, own_down), at), hidden
 
         return for_tiles(begins[e], begins[e + 1], expected, step, carry)
 
@@ -114,8 +116,8 @@ def _backward(activate, expected, keep, kept, d_out):
             weighed, transpose = jax.vjp(weigh, h, tile_of(gates, at, size))
             d_h, d_gate = transpose(g @ own_down)
             d_x = jnp.einsum("ngf,gdf->nd", d_h, own_up)
-            d_up += float32_einsum("nd,ngf->gdf", x, d_h)
-            d_down += float32_einsum("nd,nf->df", g, weighed)
+            d_up += float32_einsum("dn,ngf->gdf", row_major(x.T), d_h)
+            d_down += float32_einsum("dn,nf->df", row_major(g.T), weighed)
             return put_tile(d_rows, d_x, at), put_tile(d_gates, d_gate, at), d_up, d_down
 
         begin = d_rows, d_gates, float32_zeros(own_up), float32_zeros(own_down)

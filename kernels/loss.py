@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kernels.layouts import row_major
+
 # Tokens whose logits a device holds at once, by platform: as many as fit a CPU's cache; elsewhere as many as keep the
 # matrix units busy.
 LOSS_CHUNK = {"cpu": 256, "gpu": 2048, "tpu": 2048}
@@ -76,7 +78,7 @@ def _cross_entropy_forward(x, embedding, targets, vocab_size, chunk):
         d_logits = exp * (counts / norm) - one_hot  # softmax minus one-hot
         d_logits = d_logits.astype(x.dtype)
         d_embedding += jnp.einsum("vn,nd->vd", d_logits, x, preferred_element_type=jnp.float32)
-        dx = jnp.einsum("vd,vn->dn", embedding, d_logits)
+        dx = row_major(embedding.T) @ d_logits
         return (total, d_embedding), dx
 
     start = jnp.float32(0), jnp.zeros((V, D), jnp.float32)

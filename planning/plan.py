@@ -398,7 +398,7 @@ def planned_config(flags, machine):
     of_weights = weights.open_weights(run.init_from)[0] if run.init_from else None
     # no cache: what was compiled for devices that are not there cannot be read back
     flags = flags.fix(n_devices=0, compilation_cache="")
-    cfg = settings.settle(flags, machine.n, of_weights, chip=machine.chip)
+    cfg = settings.settle(flags, machine.n, of_weights, device_kind=machine.chip.kind)
     if cfg.model.document_mask:
         cfg = utils.replace(cfg, end_of_text=0)  # any token will do
     return cfg

@@ -17,6 +17,7 @@ import math
 import re
 from typing import NamedTuple
 
+from runtime import platforms
 from runtime.messages import UserError
 
 GiB = 2**30
@@ -103,6 +104,14 @@ MACHINES = [
 def chip_of(device_kind):
     """The `Chip` that jax calls so; None where it is not known."""
     return next((chip for chip in KNOWN if device_kind in chip.kinds), None)
+
+
+def in_float32_only(device_kind):
+    """The name of a device on which XLA multiplies in float32 alone; "" for others, and for those not known."""
+    if device_kind == "cpu":
+        return "" if platforms.cpu_has_bfloat16() else "this CPU"
+    chip = chip_of(device_kind)
+    return chip.name if chip and chip.float32 else ""
 
 
 def parse_machine(name):

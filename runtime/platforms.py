@@ -7,9 +7,11 @@ import functools
 import glob
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 # Flags for XLA by platform. Simulated CPU devices share few cores, so a device may wait long for its peers. TPUs and
@@ -54,6 +56,13 @@ def platform():
     found = accelerator()
     plugins = PLUGINS.get(found, ())
     return found if any(importlib.util.find_spec(name) for name in plugins) else "cpu"
+
+
+def cpu_has_bfloat16():
+    """Whether XLA multiplies in bfloat16 on this machine's CPU: with Intel's AMX, from jax 0.11 on."""
+    info = Path("/proc/cpuinfo")
+    major, minor, *_ = map(int, re.findall(r"\d+", version("jaxlib")))
+    return (major, minor) >= (0, 11) and info.exists() and " amx_bf16" in info.read_text()
 
 
 def chosen_platform():

@@ -39,16 +39,21 @@ def test_a_device_is_one_chip():
         ("T4", ["model_dtype"], "bfloat16", "saves memory here, no time"),
         ("L4", [], "bfloat16", ""),
         ("unknown", [], "bfloat16", ""),
+        ("cpu", [], "float32", "this CPU does not multiply in bfloat16"),
+        ("cpu with AMX", [], "bfloat16", ""),
     ],
 )
-def test_the_dtype_of_a_chip(capsys, chip, given, dtype, said):
+def test_the_dtype_of_a_chip(capsys, monkeypatch, chip, given, dtype, said):
     """Which a run keeps on another chip."""
+    monkeypatch.setattr(platforms, "cpu_has_bfloat16", lambda: chip == "cpu with AMX")
     flags = settings.Flags(presets.preset("gpt2-124m"), frozenset(given))
-    cfg = settings.follow_dtype(flags, {}, chips.CHIPS.get(chip)).cfg
+    kind = chips.CHIPS[chip].kind if chip in chips.CHIPS else chip.split()[0]
+    cfg = settings.follow_dtype(flags, {}, kind).cfg
     out = capsys.readouterr().out
     assert cfg.model.model_dtype == dtype and said in out and bool(said) == bool(out)
     for other in ("T4", "L4", "T4"):
-        cfg = settings.follow_dtype(flags, utils.flatten(cfg), chips.CHIPS[other]).cfg
+        kind = chips.CHIPS[other].kind
+        cfg = settings.follow_dtype(flags, utils.flatten(cfg), kind).cfg
         assert cfg.model.model_dtype == dtype
 
 

@@ -210,6 +210,7 @@ def parse(argv):
         given = command_line.parse([*flags, *re.findall(r"[^\s=,]+", words)])
         if given.cfg.plan.plan:
             raise UserError("--plan: bench.py runs steps; give the flag to main.py.")
+        given = settings.follow_dtype(given, {}, platforms.platform())
         # what is measured is compiling, not reading
         cfg = settings.follow(given.follow(compilation_cache="")).cfg
         # the validation batch is no part of the step: any that fits will do

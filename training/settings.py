@@ -44,19 +44,19 @@ def without(some, flags):
     return {flag: value for flag, value in flags.items() if flag not in some}
 
 
-def settle(flags, n_devices, weights=None, stored=None, shards=(), encoding=None, chip=None):
+def settle(flags, n_devices, weights=None, stored=None, shards=(), encoding=None, device_kind=""):
     """The final configuration, in which nothing is open. It is made here and nowhere else.
 
     n_devices: how many are present; what --n_devices and --n_device_axis leave open follows from it.
     weights: {flag: value} of the model in --init_from, as `weights.open_weights` returns it; None without that flag.
     stored: `stored_config` of the run that it resumes, {} of a new one, None where none is meant (--plan, benchmarks).
     shards: as `dataset.manifests` lists them. encoding: their tokenizer, None where none is known.
-    chip: chips.Chip of the devices, None where it is not known.
+    device_kind: of the devices, as jax names it; "" where there is none to tell.
     Raises UserError naming the flag, its value and what would do.
     """
     if weights:
         flags = adopt(flags, weights)
-    flags = follow_dtype(flags, stored or {}, chip)
+    flags = follow_dtype(flags, stored or {}, device_kind)
     flags = follow_shards(flags, stored or {}, shards)
     flags = follow(flags)
     flags = flags._replace(cfg=complete(flags.cfg, n_devices))
@@ -127,16 +127,17 @@ def free_of_weights(architecture):
     return free - {"T"} if architectures.architecture(architecture).learns_positions else free
 
 
-def follow_dtype(flags, stored, chip):
-    """`flags` with the --model_dtype of the run that it resumes, or else with float32 on a chips.Chip without products
-    in bfloat16, unless it was given, which is printed."""
+def follow_dtype(flags, stored, device_kind):
+    """`flags` with the --model_dtype of the run that it resumes, or else with float32 on a device without products in
+    bfloat16, unless it was given, which is printed."""
     if "model_dtype" in stored:
         return flags.follow(model_dtype=stored["model_dtype"])
-    if chip is None or not chip.float32 or flags.cfg.model.model_dtype != "bfloat16":
+    device = chips.in_float32_only(device_kind)
+    if not device or flags.cfg.model.model_dtype != "bfloat16":
         return flags
     given = "model_dtype" in flags.given
     then = "bfloat16 saves memory here, no time" if given else "--model_dtype is float32"
-    say(f"{chip.name} does not multiply in bfloat16, XLA does so in float32: {then}")
+    say(f"{device} does not multiply in bfloat16, XLA does so in float32: {then}")
     return flags.follow(model_dtype="float32")
 
 
