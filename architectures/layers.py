@@ -26,7 +26,7 @@ from collectives import (
     scatter_sequence,
 )
 from kernels import attention as kernels
-from kernels.layouts import row_major
+from kernels import layouts
 
 # Places in a model behind which channels are dropped; each draws differently.
 AFTER_ATTENTION, AFTER_FEED_FORWARD, AFTER_EMBEDDING = range(3)
@@ -172,9 +172,7 @@ def _product_backward(spec, operands, g):
     (first, a), (second, b) = sorted(pairs, key=lambda pair: pair[1].size)
     # as a plain matrix product has its dims: those of both operands, then the first's, then the second's
     ordered = "".join(sorted(w_dims, key=lambda dim: (dim not in first, dim not in second)))
-    rows = "".join(sorted(first, key=lambda dim: (ordered + dim).index(dim)))
-    a = row_major(jnp.einsum(f"{first}->{rows}", a))
-    dw = row_major(jnp.einsum(f"{rows},{second}->{ordered}", a, b))
+    dw = layouts.einsum(f"{first},{second}->{ordered}", a, b)
     dw = jnp.einsum(f"{ordered}->{w_dims}", dw)
     dx = jnp.einsum(f"{g_dims},{w_dims}->{x_dims}", g, w)
     return dx, dw

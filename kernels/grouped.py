@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels.layouts import row_major
+from kernels import layouts
 
 # Numbers of rows in a tile. An expert's rows fill as many of the largest as they can, then at most one of each other
 # size: products of many rows are faster, and half a small tile is what an expert computes in vain.
@@ -116,8 +116,8 @@ def _backward(activate, expected, keep, kept, d_out):
             weighed, transpose = jax.vjp(weigh, h, tile_of(gates, at, size))
             d_h, d_gate = transpose(g @ own_down)
             d_x = jnp.einsum("ngf,gdf->nd", d_h, own_up)
-            d_up += float32_einsum("dn,ngf->gdf", row_major(x.T), d_h)
-            d_down += float32_einsum("dn,nf->df", row_major(g.T), weighed)
+            d_up += float32_einsum("nd,ngf->gdf", x, d_h)
+            d_down += float32_einsum("nd,nf->df", g, weighed)
             return put_tile(d_rows, d_x, at), put_tile(d_gates, d_gate, at), d_up, d_down
 
         begin = d_rows, d_gates, float32_zeros(own_up), float32_zeros(own_down)
@@ -134,7 +134,7 @@ grouped_feed_forward.defvjp(_forward, _backward)
 
 
 def float32_einsum(spec, a, b):
-    return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)
+    return layouts.einsum(spec, a, b, jnp.float32)
 
 
 def float32_zeros(like):

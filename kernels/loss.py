@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels.layouts import row_major
+from kernels import layouts
 
 # Tokens whose logits a device holds at once, by platform: as many as fit a CPU's cache; elsewhere as many as keep the
 # matrix units busy.
@@ -78,7 +78,7 @@ def _cross_entropy_forward(x, embedding, targets, vocab_size, chunk):
         d_logits = exp * (counts / norm) - one_hot  # softmax minus one-hot
         d_logits = d_logits.astype(x.dtype)
         d_embedding += jnp.einsum("vn,nd->vd", d_logits, x, preferred_element_type=jnp.float32)
-        dx = row_major(embedding.T) @ d_logits
+        dx = layouts.einsum("vd,vn->dn", embedding, d_logits)
         return (total, d_embedding), dx
 
     start = jnp.float32(0), jnp.zeros((V, D), jnp.float32)
