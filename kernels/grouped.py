@@ -116,8 +116,8 @@ def _backward(activate, expected, keep, kept, d_out):
             weighed, transpose = jax.vjp(weigh, h, tile_of(gates, at, size))
             d_h, d_gate = transpose(g @ own_down)
             d_x = jnp.einsum("ngf,gdf->nd", d_h, own_up)
-            d_up += float32_einsum("nd,ngf->gdf", x, d_h)
-            d_down += float32_einsum("nd,nf->df", g, weighed)
+            d_up += layouts.einsum("nd,ngf->gdf", x, d_h, jnp.float32)
+            d_down += layouts.einsum("nd,nf->df", g, weighed, jnp.float32)
             return put_tile(d_rows, d_x, at), put_tile(d_gates, d_gate, at), d_up, d_down
 
         begin = d_rows, d_gates, float32_zeros(own_up), float32_zeros(own_down)
@@ -131,10 +131,6 @@ def _backward(activate, expected, keep, kept, d_out):
 
 
 grouped_feed_forward.defvjp(_forward, _backward)
-
-
-def float32_einsum(spec, a, b):
-    return layouts.einsum(spec, a, b, jnp.float32)
 
 
 def float32_zeros(like):

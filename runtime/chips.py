@@ -15,6 +15,7 @@ elsewhere. No jax in here. Where they come from:
 import itertools
 import math
 import re
+from importlib.metadata import version
 from typing import NamedTuple
 
 from runtime import platforms
@@ -109,7 +110,7 @@ def chip_of(device_kind):
 def in_float32_only(device_kind):
     """The name of a device on which XLA multiplies in float32 alone; "" for others, and for those not known."""
     if device_kind == "cpu":
-        return "" if platforms.cpu_has_bfloat16() else "this CPU"
+        return "" if platforms.cpu_has_bfloat16() else f"this CPU, with jax {version('jax')},"
     chip = chip_of(device_kind)
     return chip.name if chip and chip.float32 else ""
 

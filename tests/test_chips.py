@@ -39,7 +39,7 @@ def test_a_device_is_one_chip():
         ("T4", ["model_dtype"], "bfloat16", "saves memory here, no time"),
         ("L4", [], "bfloat16", ""),
         ("unknown", [], "bfloat16", ""),
-        ("cpu", [], "float32", "this CPU does not multiply in bfloat16"),
+        ("cpu", [], "float32", "this CPU, with jax"),
         ("cpu with AMX", [], "bfloat16", ""),
     ],
 )

@@ -17,7 +17,7 @@ import presets
 import utils
 from architectures import deepseek, experts, layers, parameters
 from inference import decoding
-from kernels import attention, grouped, loss
+from kernels import attention, grouped, layouts, loss
 from training import settings, steps
 from training.optimizer import make_optimizer
 
@@ -229,6 +229,26 @@ def test_grouped_products_equal_a_product_for_each_row(branches):
         ours = jax.vjp(functools.partial(in_tiles, expected, keep), *operands)
         assert np.abs(out - ours[0]).max() < 1e-5
         assert furthest(transpose(d_out), ours[1](d_out))[0] < 1e-5
+
+
+@pytest.mark.parametrize(
+    "spec, shape",
+    [("ensf,ensd->efd", (2, 3, 5, 4)), ("nbhtv,btd->nhvd", (2, 3, 4, 5, 6)), ("vd,vn->dn", (5, 4))],
+)
+@pytest.mark.parametrize("dtype", [None, jnp.float32])
+def test_a_product_with_its_operand_laid_out_is_the_product(spec, shape, dtype):
+    """Of bfloat16, and in float32 where that is asked for."""
+    sizes = dict(d=7, n=3) | dict(zip(spec.split(",")[0], shape))
+    rng = np.random.default_rng(0)
+    operands = [
+        rng.standard_normal([sizes[dim] for dim in dims]).astype(jnp.bfloat16)
+        for dims in spec.split("->")[0].split(",")
+    ]
+    ours = jax.jit(functools.partial(layouts.einsum, spec, dtype=dtype))(*operands)
+    exact = np.einsum(spec, *[np.float64(operand) for operand in operands])
+    assert ours.dtype == (dtype or jnp.bfloat16)
+    rounding = 1e-5 if dtype else 2**-7
+    assert np.allclose(ours.astype(np.float32), exact, rtol=rounding, atol=rounding)
 
 
 def test_router_biases_move_towards_an_even_load():
