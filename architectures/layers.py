@@ -237,7 +237,7 @@ def attention_kernel(m, cache):
 
 
 def in_float32(kernel):
-    """`kernel`, which computes in float32 whatever it gets. On CPUs sums of gradients in bfloat16 take longer."""
+    """`kernel` on float32 copies of its operands: CPUs are slow to add up gradients in bfloat16."""
 
     def attend(q, k, v, *rest):
         operands = [x.astype(jnp.float32) for x in (q, k, v)]
