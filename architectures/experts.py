@@ -175,7 +175,8 @@ def _take_rows_forward(x, index, inverse):
 
 
 def _take_rows_backward(inverse, g):
-    copies = g.at[inverse].get(mode="fill", fill_value=0)  # [r, n, D]
+    copies = g.at[inverse.ravel()].get(mode="fill", fill_value=0)  # [r*n, D]
+    copies = copies.reshape(*inverse.shape, -1)
     return sum_leading(copies), None, None
 
 
@@ -242,7 +243,8 @@ def in_tiles(weights, x, chosen, gates, m):
     size = row_space(n * min(k, own), own)
     is_own = queues.choice < own
     place = jnp.where(is_own, begins[queues.choice] + queues.rank, size)
-    at = places(place, size, n)
+    # computed once: else a CPU computes the index of a row anew for each of its channels
+    at = lax.optimization_barrier(places(place, size, n))
     rows = take_rows(x, at.source, at.place.reshape(k, n))  # [size, D]
     gates = take_gates(gates, at)
 

@@ -80,22 +80,23 @@ def put_tile(x, tile, at):
 
 
 def _forward(activate, expected, keep, rows, gates, up, down, begins):
-    def expert(e, carry):
-        own_up, own_down = up[e], down[e]
+    def expert(carry, own):
+        up, down, begin, end = own
 
         def step(at, size, carry):
             out, hidden = carry
-            h = jnp.einsum("nd,gdf->ngf", tile_of(rows, at, size), own_up)
+            h = jnp.einsum("nd,gdf->ngf", tile_of(rows, at, size), up)
             if keep:
                 hidden = put_tile(hidden, h, at)
             h = activate(h) * tile_of(gates, at, size)
-            return put_tile(out, jnp.einsum("nf,df->nd", h, own_down), at), hidden
+            return put_tile(out, jnp.einsum("nf,df->nd", h, down), at), hidden
 
-        return for_tiles(begins[e], begins[e + 1], expected, step, carry)
+        return for_tiles(begin, end, expected, step, carry), None
 
     _, g, _, F = up.shape
     hidden = jnp.zeros((len(rows), g, F), rows.dtype) if keep else None
-    out, hidden = lax.fori_loop(0, len(up), expert, (jnp.zeros_like(rows), hidden))
+    experts = up, down, begins[:-1], begins[1:]
+    (out, hidden), _ = lax.scan(expert, (jnp.zeros_like(rows), hidden), experts)
     return out, (rows, gates, up, down, begins, hidden)
 
 
@@ -105,29 +106,28 @@ def _backward(activate, expected, keep, kept, d_out):
     def weigh(h, gates):
         return activate(h) * gates
 
-    def expert(e, gradients):
-        d_rows, d_gates, d_up, d_down = gradients
-        own_up, own_down = up[e], down[e]
+    def expert(carry, own):
+        up, down, begin, end = own
 
         def step(at, size, carry):
             d_rows, d_gates, d_up, d_down = carry
             x, g = tile_of(rows, at, size), tile_of(d_out, at, size)
-            h = tile_of(hidden, at, size) if keep else jnp.einsum("nd,gdf->ngf", x, own_up)
+            h = tile_of(hidden, at, size) if keep else jnp.einsum("nd,gdf->ngf", x, up)
             weighed, transpose = jax.vjp(weigh, h, tile_of(gates, at, size))
-            d_h, d_gate = transpose(g @ own_down)
-            d_x = jnp.einsum("ngf,gdf->nd", d_h, own_up)
-            d_up += layouts.einsum("nd,ngf->gdf", x, d_h, jnp.float32)
+            d_h, d_gate = transpose(g @ down)
+            d_x = jnp.einsum("ngf,gdf->nd", d_h, up)
+            d_up += layouts.einsum("nd,ngf->dgf", x, d_h, jnp.float32)
             d_down += layouts.einsum("nd,nf->df", g, weighed, jnp.float32)
             return put_tile(d_rows, d_x, at), put_tile(d_gates, d_gate, at), d_up, d_down
 
-        begin = d_rows, d_gates, float32_zeros(own_up), float32_zeros(own_down)
-        end = for_tiles(begins[e], begins[e + 1], expected, step, begin)
-        d_rows, d_gates, own_d_up, own_d_down = end
-        return d_rows, d_gates, d_up.at[e].set(own_d_up), d_down.at[e].set(own_d_down)
+        sums = float32_zeros(up.swapaxes(0, 1)), float32_zeros(down)
+        d_rows, d_gates, d_up, d_down = for_tiles(begin, end, expected, step, carry + sums)
+        return (d_rows, d_gates), (d_up.swapaxes(0, 1).astype(up.dtype), d_down.astype(down.dtype))
 
-    zeros = jnp.zeros_like(rows), jnp.zeros_like(gates), float32_zeros(up), float32_zeros(down)
-    d_rows, d_gates, d_up, d_down = lax.fori_loop(0, len(up), expert, zeros)
-    return d_rows, d_gates, d_up.astype(up.dtype), d_down.astype(down.dtype), None
+    experts = up, down, begins[:-1], begins[1:]
+    zeros = jnp.zeros_like(rows), jnp.zeros_like(gates)
+    d_rows, d_experts = lax.scan(expert, zeros, experts)
+    return *d_rows, *d_experts, None
 
 
 grouped_feed_forward.defvjp(_forward, _backward)

@@ -199,6 +199,22 @@ def test_experts_equal_plain_loops(experts_flag, capacity_factor):
 
 
 @pytest.mark.parametrize("branches", [1, 2])
+def test_an_activation_of_bfloat16_is_rounded_once(branches):
+    """That of float32 numbers, and its gradient, rounded to bfloat16."""
+    h, g = jax.random.normal(jax.random.key(0), (2, 64, branches, 32), jnp.bfloat16)
+
+    def with_gradient(h, g):
+        out, transpose = jax.vjp(layers.activate, h)
+        return out, *transpose(g[:, 0])
+
+    ours = jax.jit(with_gradient)(h, g)
+    exact = jax.jit(with_gradient)(h.astype(jnp.float32), g.astype(jnp.float32))
+    for got, want in zip(ours, exact, strict=True):
+        assert got.dtype == jnp.bfloat16
+        assert jnp.allclose(got.astype(jnp.float32), want, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("branches", [1, 2])
 def test_grouped_products_equal_a_product_for_each_row(branches):
     """Forward and every gradient, with experts that have no rows, a part of a tile, and tiles of all sizes."""
     counts, D, F = np.array([0, 5, 990, 32, 0, 70]), 8, 12
