@@ -176,8 +176,7 @@ def _take_rows_forward(x, index, inverse):
 
 def _take_rows_backward(inverse, g):
     copies = g.at[inverse.ravel()].get(mode="fill", fill_value=0)  # [r*n, D]
-    copies = copies.reshape(*inverse.shape, -1)
-    return sum_leading(copies), None, None
+    return sum_leading(copies.reshape(*inverse.shape, -1)), None, None
 
 
 take_rows.defvjp(_take_rows_forward, _take_rows_backward)

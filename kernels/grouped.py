@@ -120,7 +120,7 @@ def _backward(activate, expected, keep, kept, d_out):
             d_down += layouts.einsum("nd,nf->df", g, weighed, jnp.float32)
             return put_tile(d_rows, d_x, at), put_tile(d_gates, d_gate, at), d_up, d_down
 
-        sums = float32_zeros(up.swapaxes(0, 1)), float32_zeros(down)
+        sums = jnp.zeros_like(up.swapaxes(0, 1), jnp.float32), jnp.zeros_like(down, jnp.float32)
         d_rows, d_gates, d_up, d_down = for_tiles(begin, end, expected, step, carry + sums)
         return (d_rows, d_gates), (d_up.swapaxes(0, 1).astype(up.dtype), d_down.astype(down.dtype))
 
@@ -131,7 +131,3 @@ def _backward(activate, expected, keep, kept, d_out):
 
 
 grouped_feed_forward.defvjp(_forward, _backward)
-
-
-def float32_zeros(like):
-    return jnp.zeros(like.shape, jnp.float32)
