@@ -242,7 +242,7 @@ def in_tiles(weights, x, chosen, gates, m):
     size = row_space(n * min(k, own), own)
     is_own = queues.choice < own
     place = jnp.where(is_own, begins[queues.choice] + queues.rank, size)
-    # computed once: else a CPU computes the index of a row anew for each of its channels
+    # the barrier has a row's index computed once: a CPU would compute it anew for each channel
     at = lax.optimization_barrier(places(place, size, n))
     rows = take_rows(x, at.source, at.place.reshape(k, n))  # [size, D]
     gates = take_gates(gates, at)

@@ -291,7 +291,7 @@ def project_heads(out, weight, tokens, m):
 def activate(h):
     """[..., 2, F] -> SwiGLU (arXiv:2002.05202, equation 5); [..., 1, F] -> GELU. Returns [..., F].
 
-    Computed in float32: of bfloat16, XLA rounds each step on a CPU, which takes three times as long.
+    Computed in float32: on a CPU XLA rounds bfloat16 after every operation, which takes three times as long.
     """
     gate = h[..., 0, :].astype(jnp.float32)
     if h.shape[-2] == 1:
