@@ -299,7 +299,11 @@ def open_data(cfg, stored, encoding):
     data = data_fingerprint(corpus, val_corpus)
     alike = settings.without(utils.flags_with("per_process"), utils.flatten(cfg))
     processes.check_agreement(alike, data, cfg.run.folder)
-    settings.check_data(cfg, stored, data)
+    if stored and stored["data_fingerprint"] != data:
+        raise UserError(
+            f"--name {cfg.run.name}: this run exists and saw other data than is now in --data {cfg.data.data} (it was "
+            f"{stored['data']}); give those shards, or another --name."
+        )
     return corpus, val_corpus, data
 
 

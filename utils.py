@@ -332,11 +332,8 @@ def flags_with(fact, value=True):
 
 
 KEPT = FIELDS.keys() - flags_with("free_on_resume")  # what a run keeps, whatever resumes it
-
-
-def absent_values():
-    """{flag: its value where an architecture has no such flag} of the flags that not every architecture has."""
-    return {name: f.metadata["absent"] for name, f in FIELDS.items() if "absent" in f.metadata}
+# {flag: its value where an architecture has no such flag} of the flags that not every architecture has
+ABSENT = {name: f.metadata["absent"] for name, f in FIELDS.items() if "absent" in f.metadata}
 
 
 def flatten(cfg):

@@ -84,6 +84,5 @@ def flags_without_choice(name):
     """{flag: value} that every configuration of an architecture has: its name, the flags that it does not have, and
     those that have one value in it."""
     own = architecture(name)
-    absent = utils.absent_values()
-    missing = {flag: value for flag, value in absent.items() if flag not in own.flags}
+    missing = {flag: value for flag, value in utils.ABSENT.items() if flag not in own.flags}
     return dict(architecture=name) | missing | own.fixed

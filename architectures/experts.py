@@ -25,7 +25,7 @@ from collectives import (
     sum_over,
     to_experts,
 )
-from kernels.grouped import expected_trips, group_begins, grouped_feed_forward, row_space
+from kernels.grouped import at_even_load, group_begins, grouped_feed_forward, row_space
 
 # Slots of a bucket of dropless experts in the first round and in each further one, in multiples of the mean load
 FIRST_ROUND, FURTHER_ROUND = 1.25, 0.25
@@ -276,7 +276,7 @@ def in_buckets(weights, x, chosen, gates, m):
     more = capacity(m, n, FURTHER_ROUND)
     left = jnp.maximum(queues.length.max() - C, 0)
     rounds = largest(-(-left // more), EXPERT_AXES)
-    with expected_trips(0):
+    with at_even_load(0):
         out += further_rounds(C, more, rounds, queues, *operands)
     return out, jnp.int32(0)
 

@@ -1,8 +1,8 @@
 """Grouped products: every row through the feed-forward of its own expert, with no work for rows that are not there.
 
-Rows lie sorted by expert. A loop over experts runs a loop over its tiles of rows; the gradient is a
-second such loop, written by hand, since jax cannot transpose a loop of unknown length. On a CPU this takes less
-than products over buckets with room for 1.5 times the mean load.
+Rows lie sorted by expert. A loop over experts computes each one's tiles of rows; the gradient is a second such loop,
+written by hand, since jax cannot transpose a loop of unknown length. On a CPU this takes less time than products over
+buckets with room for 1.5 times the mean load.
 """
 
 import functools
@@ -13,56 +13,63 @@ from jax import lax
 
 from kernels import layouts
 
-# Numbers of rows in a tile. An expert's rows fill as many of the largest as they can, then at most one of each other
-# size: products of many rows are faster, and half a small tile is what an expert computes in vain.
-TILES = (512, 256, 128, 64, 32)
-SMALL = TILES[-1]
+# Rows of an expert fill as many of the largest tiles as they can; one that fits takes those left over. Products of many
+# rows are faster; half a step is what an expert computes in vain.
+LARGEST, STEP = 512, 64
+
+tile_of = lax.dynamic_slice_in_dim  # (x, at, size)
+put_tile = functools.partial(lax.dynamic_update_slice_in_dim, axis=0)  # (x, tile, at)
 
 
 def padded(rows):
-    """`rows` rounded up to whole small tiles: 33 -> 64."""
-    return -(-rows // SMALL) * SMALL
+    """`rows` rounded up to whole steps: 65 -> 128."""
+    return -(-rows // STEP) * STEP
 
 
 def row_space(choices, experts):
     """Number of rows that hold the choices, however they fall on the experts: each expert begins a tile."""
-    return padded(choices) + experts * SMALL
+    return padded(choices) + experts * STEP
 
 
 def group_begins(counts):
-    """Where each expert's rows begin, and where the last ones end: counts [E] -> [E + 1]. [3, 40] -> [0, 32, 96]."""
+    """Where each expert's rows begin, and where the last ones end: counts [E] -> [E + 1]. [3, 70] -> [0, 64, 192]."""
     ends = jnp.cumsum(padded(counts))
     return jnp.concatenate([jnp.zeros(1, ends.dtype), ends])
 
 
-def expected_trips(n):
-    """Scope for a loop of unknown length that tells planning/hlo.py how often it runs where the load is even."""
-    return jax.named_scope(f"expected_trips_{n}")
+def at_even_load(n):
+    """Scope that tells planning/hlo.py how often a loop runs, or which branch is taken, where the load is even."""
+    return jax.named_scope(f"at_even_load_{n}")
 
 
-def for_tiles(begin, end, expected, step, carry):
-    """`carry` after `step(at, size, carry)` for each tile of the rows from `begin` to `end`, a multiple of small tiles:
-    of rows 64 to 416, 256 at 64, 64 at 320 and 32 at 384. No tile has more rows than the `expected` ones, as many as
-    there are where the load is even: an empty loop takes time too."""
-    expected = padded(expected)
-    for size in [size for size in TILES if size <= expected]:
-        tiles = (end - begin) // size
+def for_tiles(begin, end, expected, step, arrays, zeros):
+    """The rows from `begin` to `end` in tiles: those of 64 to 704 are 512 at 64 and 128 at 576.
 
-        def tile(i, carry, begin=begin, size=size):
-            return step(begin + i * size, size, carry)
+    `step(at, size, arrays)` computes a tile: `arrays` [R, ..] after it, and terms like `zeros`. Returns the arrays
+    after all tiles, and the terms' sums.
+    """
+    # of fewer than R rows: XLA moves what it computes of all of them out of its loop, which may be empty
+    largest = min(LARGEST, len(arrays[0]) - STEP)
+    full, rest = divmod(end - begin, largest)
+    even_full, even_rest = divmod(padded(expected), largest)
+    fitting = [functools.partial(step, end - rest, size) for size in range(STEP, largest, STEP)]
+    with at_even_load(even_rest // STEP):
+        carry = lax.switch(rest // STEP, [lambda arrays: (arrays, zeros), *fitting], arrays)
 
-        with expected_trips(expected // size):
-            carry = lax.fori_loop(0, tiles, tile, carry)
-        begin += tiles * size
-        expected %= size
-    return carry
+    def tile(i, carry):
+        arrays, sums = carry
+        arrays, terms = step(begin + i * largest, largest, arrays)
+        return arrays, jax.tree.map(jnp.add, sums, terms)
+
+    with at_even_load(even_full):
+        return lax.fori_loop(0, full, tile, carry)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def grouped_feed_forward(activate, expected, keep, rows, gates, up, down, begins):
     """Rows through the feed-forward of their experts: (gate x activate(row x up)) x down transposed.
 
-    rows [R, D]: those of expert e lie from begins[e] to begins[e + 1], multiples of a small tile; begins int32 [E + 1].
+    rows [R, D]: those of expert e lie from begins[e] to begins[e + 1], multiples of a step; begins int32 [E + 1].
     gates [R, 1]; up [E, g, D, F] and down [E, D, F]; activate [.., g, F] -> [.., F]; `expected` rows of each expert
     where the load is even; `keep`: whether the hidden channels are kept for the gradient, which else computes them
     anew. Returns [R, D], zeros behind the last expert's rows. Gradients of the weights are summed in float32.
@@ -71,30 +78,25 @@ def grouped_feed_forward(activate, expected, keep, rows, gates, up, down, begins
     return out
 
 
-def tile_of(x, at, size):
-    return lax.dynamic_slice_in_dim(x, at, size)
-
-
-def put_tile(x, tile, at):
-    return lax.dynamic_update_slice_in_dim(x, tile, at, 0)
-
-
 def _forward(activate, expected, keep, rows, gates, up, down, begins):
-    def expert(carry, own):
-        up, down, begin, end = own
+    _, g, D, F = up.shape
 
-        def step(at, size, carry):
-            out, hidden = carry
-            h = jnp.einsum("nd,gdf->ngf", tile_of(rows, at, size), up)
+    def expert(arrays, own):
+        up, down, begin, end = own
+        up = up.swapaxes(0, 1).reshape(D, g * F)  # once for all tiles
+
+        def step(at, size, arrays):
+            out, hidden = arrays
+            h = tile_of(rows, at, size) @ up
             if keep:
                 hidden = put_tile(hidden, h, at)
-            h = activate(h) * tile_of(gates, at, size)
-            return put_tile(out, jnp.einsum("nf,df->nd", h, down), at), hidden
+            h = activate(h.reshape(size, g, F)) * tile_of(gates, at, size)
+            return (put_tile(out, jnp.einsum("nf,df->nd", h, down), at), hidden), ()
 
-        return for_tiles(begin, end, expected, step, carry), None
+        arrays, _ = for_tiles(begin, end, expected, step, arrays, ())
+        return arrays, None
 
-    _, g, _, F = up.shape
-    hidden = jnp.zeros((len(rows), g, F), rows.dtype) if keep else None
+    hidden = jnp.zeros((len(rows), g * F), rows.dtype) if keep else None
     experts = up, down, begins[:-1], begins[1:]
     (out, hidden), _ = lax.scan(expert, (jnp.zeros_like(rows), hidden), experts)
     return out, (rows, gates, up, down, begins, hidden)
@@ -102,31 +104,33 @@ def _forward(activate, expected, keep, rows, gates, up, down, begins):
 
 def _backward(activate, expected, keep, kept, d_out):
     rows, gates, up, down, begins, hidden = kept
+    _, g, D, F = up.shape
 
     def weigh(h, gates):
-        return activate(h) * gates
+        return activate(h.reshape(-1, g, F)) * gates
 
-    def expert(carry, own):
+    def expert(arrays, own):
         up, down, begin, end = own
+        up = up.swapaxes(0, 1).reshape(D, g * F)
 
-        def step(at, size, carry):
-            d_rows, d_gates, d_up, d_down = carry
-            x, g = tile_of(rows, at, size), tile_of(d_out, at, size)
-            h = tile_of(hidden, at, size) if keep else jnp.einsum("nd,gdf->ngf", x, up)
+        def step(at, size, arrays):
+            d_rows, d_gates = arrays
+            x, d = tile_of(rows, at, size), tile_of(d_out, at, size)
+            h = tile_of(hidden, at, size) if keep else x @ up
             weighed, transpose = jax.vjp(weigh, h, tile_of(gates, at, size))
-            d_h, d_gate = transpose(g @ down)
-            d_x = jnp.einsum("ngf,gdf->nd", d_h, up)
-            d_up += layouts.einsum("nd,ngf->dgf", x, d_h, jnp.float32)
-            d_down += layouts.einsum("nd,nf->df", g, weighed, jnp.float32)
-            return put_tile(d_rows, d_x, at), put_tile(d_gates, d_gate, at), d_up, d_down
+            d_h, d_gate = transpose(d @ down)
+            d_x = jnp.einsum("nf,df->nd", d_h, up)
+            d_up = layouts.einsum("nd,nf->df", x, d_h, jnp.float32)
+            d_down = layouts.einsum("nd,nf->df", d, weighed, jnp.float32)
+            return (put_tile(d_rows, d_x, at), put_tile(d_gates, d_gate, at)), (d_up, d_down)
 
-        sums = jnp.zeros_like(up.swapaxes(0, 1), jnp.float32), jnp.zeros_like(down, jnp.float32)
-        d_rows, d_gates, d_up, d_down = for_tiles(begin, end, expected, step, carry + sums)
-        return (d_rows, d_gates), (d_up.swapaxes(0, 1).astype(up.dtype), d_down.astype(down.dtype))
+        zeros = jnp.zeros(up.shape, jnp.float32), jnp.zeros(down.shape, jnp.float32)
+        arrays, (d_up, d_down) = for_tiles(begin, end, expected, step, arrays, zeros)
+        d_up = d_up.astype(up.dtype).reshape(D, g, F).swapaxes(0, 1)
+        return arrays, (d_up, d_down.astype(down.dtype))
 
-    experts = up, down, begins[:-1], begins[1:]
     zeros = jnp.zeros_like(rows), jnp.zeros_like(gates)
-    d_rows, d_experts = lax.scan(expert, zeros, experts)
+    d_rows, d_experts = lax.scan(expert, zeros, (up, down, begins[:-1], begins[1:]))
     return *d_rows, *d_experts, None
 
 

@@ -142,7 +142,7 @@ def further_round(program, text):
     m, machine = program.cfg.model, program.machine
     if not m.n_experts or m.capacity_factor or choose_transport(m, machine.platform) == "tiles":
         return 0.0
-    with_one = text.replace("expected_trips_0/", "expected_trips_1/")
+    with_one = text.replace("at_even_load_0/", "at_even_load_1/")
     return Program(with_one, program.cfg, machine).overlapped() - program.overlapped()
 
 

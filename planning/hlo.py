@@ -21,7 +21,7 @@ SHAPE = re.compile(r"\b(pred|bf16|[suf](?:8|16|32|64))\[([0-9,]*)\]")
 CHAIN = re.compile(r'chain_id="(\d+)"')
 # Operations that are not in a schedule themselves, since what they run is; that move nothing; that name all or a part
 # of an array anew; that read a part of their first operand.
-CONTAINERS = ("while", "call", *COLLECTIVES)
+CONTAINERS = ("while", "call", "conditional", *COLLECTIVES)
 UNMOVED = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "iota")
 VIEWS = ("bitcast", "reshape", "get-tuple-element")
 SLICES = ("slice", "dynamic-slice", "gather")
@@ -276,6 +276,10 @@ class Timeline:
             elif kind == "call":
                 for callee in CALLED.findall(op.rest):
                     self.visit(callee)
+            elif kind == "conditional":  # kernels/grouped.py: at_even_load
+                branches = re.findall(r"%([\w.\-]+)", op.rest.split("computation", 1)[1])
+                even = re.search(r"at_even_load_(\d+)/cond", op.rest)
+                self.visit(branches[int(even[1]) if even else 0])
             elif is_kernel(op):
                 words = op.name + op.rest.split("backend_config")[0]
                 own = self.in_kernel(words, shapes(" ".join(array.type for array in op.inputs)))
@@ -300,8 +304,8 @@ class Timeline:
 
     def trip_count(self, loop):
         """How often a while loop runs its body: as XLA found it; as the scope around it expects, where that depends on
-        the data (kernels/grouped.py: expected_trips); else the constant that its condition compares with."""
-        for words in (r"known_trip_count\W+n\W+(\d+)", r"expected_trips_(\d+)/while"):
+        the data (kernels/grouped.py: at_even_load); else the constant that its condition compares with."""
+        for words in (r"known_trip_count\W+n\W+(\d+)", r"at_even_load_(\d+)/while"):
             if known := re.search(words, loop.rest):
                 return int(known[1])
         trips = [1]

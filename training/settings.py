@@ -293,15 +293,6 @@ def compare(cfg, others, flags, whose, advice="leave the flag out"):
             raise UserError(f"--{flag} {now[flag]}: {whose} {others[flag]}; {advice}.")
 
 
-def check_data(cfg, stored, fingerprint):
-    """Raises UserError where the run that `stored` describes saw other shards."""
-    if stored and stored["data_fingerprint"] != fingerprint:
-        raise UserError(
-            f"--name {cfg.run.name}: this run exists and saw other data than is now in --data {cfg.data.data} (it was "
-            f"{stored['data']}); give those shards, or another --name."
-        )
-
-
 def to_resume(cfg, fingerprint):
     """What `resume` reads of config.json, which every checkpoint keeps."""
     wanted = utils.KEPT | NEEDED_TO_RESUME | SCHEDULE
