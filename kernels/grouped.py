@@ -13,22 +13,22 @@ from jax import lax
 
 from kernels import layouts
 
-# Rows of an expert fill as many of the largest tiles as they can; one that fits takes those left over. Products of many
-# rows are faster; half a step is what an expert computes in vain.
-LARGEST, STEP = 512, 64
+# Rows in a tile. An expert's rows fill as many of the largest tiles as they can, since products of many rows are
+# faster; one tile more, some multiple of the smallest, takes the rest.
+SMALLEST, LARGEST = 64, 512
 
 tile_of = lax.dynamic_slice_in_dim  # (x, at, size)
 put_tile = functools.partial(lax.dynamic_update_slice_in_dim, axis=0)  # (x, tile, at)
 
 
 def padded(rows):
-    """`rows` rounded up to whole steps: 65 -> 128."""
-    return -(-rows // STEP) * STEP
+    """`rows` rounded up to a multiple of the smallest tile: 65 -> 128."""
+    return -(-rows // SMALLEST) * SMALLEST
 
 
 def row_space(choices, experts):
     """Number of rows that hold the choices, however they fall on the experts: each expert begins a tile."""
-    return padded(choices) + experts * STEP
+    return padded(choices) + experts * SMALLEST
 
 
 def group_begins(counts):
@@ -43,18 +43,19 @@ def at_even_load(n):
 
 
 def for_tiles(begin, end, expected, step, arrays, zeros):
-    """The rows from `begin` to `end` in tiles: those of 64 to 704 are 512 at 64 and 128 at 576.
+    """Compute the rows from `begin` to `end` in tiles: rows 64 to 704 in one of 512 at 64 and one of 128 at 576.
 
     `step(at, size, arrays)` computes a tile: `arrays` [R, ..] after it, and terms like `zeros`. Returns the arrays
-    after all tiles, and the terms' sums.
+    after all tiles, and the terms' sums. `expected` rows where the load is even.
     """
-    # of fewer than R rows: XLA moves what it computes of all of them out of its loop, which may be empty
-    largest = min(LARGEST, len(arrays[0]) - STEP)
+    # fewer than all R rows: XLA would move the work on all of them out of a loop that may be empty
+    largest = min(LARGEST, len(arrays[0]) - SMALLEST)
     full, rest = divmod(end - begin, largest)
     even_full, even_rest = divmod(padded(expected), largest)
-    fitting = [functools.partial(step, end - rest, size) for size in range(STEP, largest, STEP)]
-    with at_even_load(even_rest // STEP):
-        carry = lax.switch(rest // STEP, [lambda arrays: (arrays, zeros), *fitting], arrays)
+    sizes = range(SMALLEST, largest, SMALLEST)
+    fitting = [functools.partial(step, end - rest, size) for size in sizes]
+    with at_even_load(even_rest // SMALLEST):
+        carry = lax.switch(rest // SMALLEST, [lambda arrays: (arrays, zeros), *fitting], arrays)
 
     def tile(i, carry):
         arrays, sums = carry
@@ -69,7 +70,7 @@ def for_tiles(begin, end, expected, step, arrays, zeros):
 def grouped_feed_forward(activate, expected, keep, rows, gates, up, down, begins):
     """Rows through the feed-forward of their experts: (gate x activate(row x up)) x down transposed.
 
-    rows [R, D]: those of expert e lie from begins[e] to begins[e + 1], multiples of a step; begins int32 [E + 1].
+    rows [R, D]: those of expert e lie from begins[e] to begins[e + 1], multiples of SMALLEST; begins int32 [E + 1].
     gates [R, 1]; up [E, g, D, F] and down [E, D, F]; activate [.., g, F] -> [.., F]; `expected` rows of each expert
     where the load is even; `keep`: whether the hidden channels are kept for the gradient, which else computes them
     anew. Returns [R, D], zeros behind the last expert's rows. Gradients of the weights are summed in float32.

@@ -103,7 +103,7 @@ def test_a_run_begins_with_imported_weights(deepseek, train, shards, xla_cache, 
     flags |= dict(vocab_size=None, blocks=2, training_steps=1, eval_steps=1, optimizer="adamw")
     assert train((2, 2, 2), init_from=folder, **flags) == 0
     (row,) = map(json.loads, (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines())
-    assert abs(row["loss/val_cross_entropy_loss"] - loss) < 1e-5
+    assert row["loss/val_cross_entropy_loss"] == pytest.approx(loss, rel=1e-5)
     flags |= dict(name="imported", output_dir=tmp_path)
     refusal(lambda: train((2, 2, 2), **flags), "weights alone", "--init_from")
 
