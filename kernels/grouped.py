@@ -46,9 +46,9 @@ def for_tiles(begin, end, expected, step, arrays, zeros):
     """Compute the rows from `begin` to `end` in tiles: rows 64 to 704 in one of 512 at 64 and one of 128 at 576.
 
     `step(at, size, arrays)` computes a tile: `arrays` [R, ..] after it, and terms like `zeros`. Returns the arrays
-    after all tiles, and the terms' sums. `expected` rows where the load is even.
+    after all tiles, and the terms' sums. `expected`: rows where the load is even.
     """
-    # fewer than all R rows: XLA would move the work on all of them out of a loop that may be empty
+    # never all R rows: such a tile is the same in every turn, so XLA computes it before the loop, even one of no turn
     largest = min(LARGEST, len(arrays[0]) - SMALLEST)
     full, rest = divmod(end - begin, largest)
     even_full, even_rest = divmod(padded(expected), largest)

@@ -276,7 +276,7 @@ class Timeline:
             elif kind == "call":
                 for callee in CALLED.findall(op.rest):
                     self.visit(callee)
-            elif kind == "conditional":  # kernels/grouped.py: at_even_load
+            elif kind == "conditional":  # the branch of kernels/grouped.py: at_even_load
                 branches = re.findall(r"%([\w.\-]+)", op.rest.split("computation", 1)[1])
                 even = re.search(r"at_even_load_(\d+)/cond", op.rest)
                 self.visit(branches[int(even[1]) if even else 0])

@@ -215,9 +215,11 @@ def test_an_activation_of_bfloat16_is_rounded_once(branches):
 
 
 @pytest.mark.parametrize("branches", [1, 2])
-def test_grouped_products_equal_a_product_for_each_row(branches):
-    """Forward and every gradient, with experts that have no rows, a small tile, large ones, and both."""
-    counts, D, F = np.array([0, 5, 850, 512, 0, 1100, 70]), 8, 12
+@pytest.mark.parametrize("counts", [[0, 5, 850, 512, 0, 1100, 70], [130]], ids=str)
+def test_grouped_products_equal_a_product_for_each_row(branches, counts):
+    """Forward and every gradient, with experts that have no rows, a small tile, large ones, and both; and with an
+    expert whose only tile is the largest of few rows."""
+    counts, D, F = np.array(counts), 8, 12
     begins = grouped.group_begins(jnp.array(counts))
     size = grouped.row_space(counts.sum(), len(counts))
     owner = np.full(size, -1)
