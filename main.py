@@ -68,7 +68,8 @@ def main(flags, began=None):
             weights.check_tokenizer(where, asked.run.init_from, shards, asked.data.tokenizer)
         encoding = encoding_of(shards, asked.data.tokenizer)
         kind = jax.devices()[0].device_kind
-        cfg = settings.settle(flags, jax.device_count(), of_weights, stored, shards, encoding, kind)
+        n, fits = jax.device_count(), memory_check(kind)
+        cfg = settings.settle(flags, n, of_weights, stored, shards, encoding, kind, fits)
         steps.set_precision(cfg)
         if of_weights:
             most = weights.positions(cfg.run.init_from, of_weights["T"])
@@ -324,7 +325,7 @@ def print_setup(cfg, corpus, val_corpus):
     for part in [*corpus.corpora, *val_corpus.corpora]:
         if part.unverified and jax.process_index() == 0:
             say(f"warning: {part.unverified}")
-    say(f"{steps.tokens_per_step(cfg):,} tokens a step")
+    say(steps.tokens_in_words(cfg))
 
 
 def open_tasks(cfg, mesh, encoding):
@@ -371,6 +372,18 @@ def write_plan(cfg):
     content = plan.as_json(planned)
     processes.on_main_process(lambda: write_json(f"{cfg.run.folder}/plan.json", content))
     return planned
+
+
+def memory_check(kind):
+    """Config -> whether a step of it fits in the devices here, of a `kind` as jax calls it; None where their memory is
+    not known."""
+    chip = chips.chip_of(kind)
+    if chip is None:
+        return None
+    from planning import plan  # here: a run on CPUs needs none of it
+
+    # by the table, not what is free: all processes, and the run that resumes, must find the same
+    return plan.fits_in(plan.machine_of(jax.devices(), chip.memory))
 
 
 # As XLA says it, its allocators (BFC, TPU) and CUDA; RESOURCE_EXHAUSTED alone may be a full disk.

@@ -11,7 +11,7 @@ from utils import Config, replace
 # a model of 2M parameters, and minutes of training on two CPU cores, on the embedded corpus
 MINUTES = """
     --model_dimension 128 --vocab_size 8192 --n_head 4 --blocks 4 --T 128 --model_dtype float32
-    --train_batch_size 16 --microbatches 8 --max_lr 1.5e-3 --embedding_lr 16 --warmup_steps 30
+    --global_batch_size 32 --microbatch_size 2 --max_lr 1.5e-3 --embedding_lr 16 --warmup_steps 30
     --training_steps 280 --adam_b2 0.99 --weight_decay 0 --eval_every 40
     --prompt 'def ' --data data/shards/stdlib
 """
@@ -20,14 +20,14 @@ MUON = "--optimizer muon --schedule linear --end_lr 0 --embedding_lr 1.75"
 # the blocks of moe1b for minutes on two CPU cores
 TINY = f"""{MINUTES} {MUON}
     --blocks 2 --layers_per_block 2 --latent_dim 64 --rope_dim 32 --embedding_norm --embedding_conv 3 --latent_conv 3
-    --n_experts 8 --n_shared 1 --expert_dim 128 --train_batch_size 8 --microbatches 4
+    --n_experts 8 --n_shared 1 --expert_dim 128 --global_batch_size 16 --eval_steps 20
     --muon_momentum 0.75 --max_lr 16e-3 --training_steps 400 --weight_decay 0.4
     --balance_weight 1e-3 --bias_update_rate 1e-2
 """
-# nanoGPT's training of GPT-2: half a million tokens a step where dp is 1
+# nanoGPT's training of GPT-2: half a million tokens a step
 GPT2 = """
-    --architecture gpt2 --vocab_size 50257 --norm_eps 1e-5 --T 1024 --train_batch_size 480
-    --val_batch_size 48 --microbatches 48 --warmup_steps 2000 --training_steps 600000
+    --architecture gpt2 --vocab_size 50257 --norm_eps 1e-5 --T 1024 --global_batch_size 480
+    --microbatch_size 10 --eval_steps 1 --warmup_steps 2000 --training_steps 600000
 """
 # DeepSeek-V3's and Moonlight's attention and experts
 DEEPSEEK = """
@@ -47,7 +47,7 @@ def week(width, batch, blocks, T, max_lr, weight_decay, warmup_steps, training_s
         --first_layers 1 --blocks {blocks} --layers_per_block 1
         --latent_dim {width // 4} --q_latent_dim 0 --head_dim 64 --rope_dim 32
         --experts_per_token 4 --n_shared 1 --expert_dim {width // 2}
-        --train_batch_size {batch} --val_batch_size {batch} --microbatches {batch // 4}
+        --global_batch_size {batch} --microbatch_size 4
         --max_lr {max_lr} --weight_decay {weight_decay} --warmup_steps {warmup_steps}
         --training_steps {training_steps} --eval_every 250 --save_steps 500
     """
@@ -56,18 +56,18 @@ def week(width, batch, blocks, T, max_lr, weight_decay, warmup_steps, training_s
 PRESETS = {
     # rates as docs/rates.md derives them from those of tiny
     "moe1b": f"""{MUON}
-        --max_lr 4e-3 --weight_decay 0.03 --embedding_norm --embedding_conv 3 --latent_conv 3
+        --eval_steps 5 --max_lr 4e-3 --weight_decay 0.03 --embedding_norm --embedding_conv 3 --latent_conv 3
     """,
     "tiny": TINY,
     # many small experts in every layer, at tiny's operations a token
     "sparse-tiny": f"""{TINY}
         --blocks 4 --layers_per_block 1 --n_experts 64 --experts_per_token 5 --expert_dim 64
     """,
-    # JAXformer's small configuration, 8,192 tokens a step on one device, to measure speed on a CPU: see tools/bench.py
+    # JAXformer's small configuration, 8,192 tokens a step, to measure speed on a CPU: see tools/bench.py
     "jaxformer-small": """
         --model_dimension 256 --vocab_size 8192 --n_head 4 --blocks 2 --layers_per_block 2 --T 256
         --latent_dim 64 --rope_dim 32 --activation gelu --n_experts 8 --n_shared 1
-        --train_batch_size 8 --microbatches 1 --accumulation_steps 4 --remat none
+        --global_batch_size 32 --accumulation_steps 4 --eval_steps 5 --remat none
     """,
     # every part of DeepSeek-V3 (arXiv:2412.19437, section 4.2), as small as tiny
     "deepseek-tiny": f"""{MINUTES}
@@ -103,17 +103,19 @@ PRESETS = {
         --no_tied --model_dimension 2048 --n_head 32 --n_kv_head 4 --blocks 48 --ffn_dim 6144
         --n_experts 128 --experts_per_token 8 --expert_dim 768
     """,
-    # moonshotai/Moonlight-16B-A3B, its published configuration
+    # moonshotai/Moonlight-16B-A3B, its published configuration, and the batch that it began with (arXiv:2502.16982)
     "moonlight-16b": f"""{DEEPSEEK}
         --model_dimension 2048 --vocab_size 163840 --norm_eps 1e-5 --n_head 16 --first_layers 1
         --blocks 26 --T 8192 --q_latent_dim 0 --rope_base 50000 --ffn_dim 11264 --n_experts 64
-        --experts_per_token 6 --routed_scaling 2.446 --expert_dim 1408
+        --experts_per_token 6 --routed_scaling 2.446 --expert_dim 1408 --global_batch_size 2048
+        --microbatch_size 2 --eval_steps 1
     """,
-    # deepseek-ai/DeepSeek-V3, its published configuration, at the sequence length of its pretraining
+    # deepseek-ai/DeepSeek-V3, its published configuration, at the sequence length and with the batch of its pretraining
     "deepseek-v3-671b": f"""{DEEPSEEK}
         --model_dimension 7168 --vocab_size 129280 --n_head 128 --first_layers 3 --T 4096
         --q_latent_dim 1536 --ffn_dim 18432 --n_experts 256 --experts_per_token 8 --n_groups 8
         --k_groups 4 --routed_scaling 2.5 --n_shared 1 --expert_dim 2048
+        --global_batch_size 15360 --microbatch_size 2 --eval_steps 1
     """,
 }
 

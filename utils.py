@@ -157,12 +157,17 @@ class Data:
     tokenizer: str = flag("", first=True)
     """Tokenizer of the shards: a tiktoken name (cl100k_base, gpt2, ...), a file of tiktoken ranks or a Hugging Face
     tokenizer.json. Empty: the one that the shards' manifest names."""
-    train_batch_size: int = setting(32, least=1, first=True, most=WIDE)
-    """Training sequences per replica and accumulation step; the global batch is this x dp x accumulation_steps."""
-    val_batch_size: int = setting(16, least=1, most=WIDE)
-    """Validation sequences per replica and batch."""
-    microbatches: int = setting(4, least=1, most=MANY)
-    """Parts of a batch in the pipeline; pp must divide it."""
+    global_batch_size: int = setting(256, least=1, first=True, most=WIDE)
+    """Training sequences of a step on all devices, the same on every mesh. Given train_batch_size alone, this is that
+    x dp x accumulation_steps."""
+    train_batch_size: int = setting(0, most=WIDE)
+    """Training sequences per replica and accumulation step; 0: the replicas' share of global_batch_size."""
+    val_batch_size: int = setting(0, most=WIDE)
+    """Validation sequences per replica and accumulation step; 0: as many as of training."""
+    microbatch_size: int = setting(8, least=1, most=WIDE)
+    """Most sequences of a microbatch on a replica, where microbatches are not given."""
+    microbatches: int = setting(0, most=MANY)
+    """Parts of a batch in the pipeline; pp must divide it. 0: as few as microbatch_size allows."""
 
 
 @dataclass(frozen=True)
@@ -223,9 +228,10 @@ class Run:
     training_steps: int = setting(75000, least=1, first=True)
     """Optimizer step at which training ends, and the schedule unless end_steps is given too."""
     accumulation_steps: int = setting(1, least=1, most=WIDE)
-    """Batches whose gradients are accumulated for one optimizer step."""
+    """Batches whose gradients are accumulated for one optimizer step. If not given, more where a step would not fit in
+    a device's memory."""
     eval_steps: int = setting(10, least=1)
-    """Validation batches of an evaluation, the same ones every time."""
+    """Validation batches of an evaluation, the same ones every time; each is cut up as a training step is."""
     eval_every: int = setting(100, least=1, first=True)
     """Steps between evaluations, each with one printed line."""
     eval_tasks: str = setting("")
@@ -309,7 +315,7 @@ class Config:
     Train on shards of your own, on 8 devices:
       python main.py --preset gpt2-124m --data data/shards/fineweb --n_device_axis 8 1 1
     See what a step would cost on a machine that you do not have:
-      python main.py --n_device_axis 8 2 2 --train_batch_size 32 --plan v4:2x4x4
+      python main.py --n_device_axis 8 2 2 --plan v4:2x4x4
     """
 
     model: Model = field(default_factory=Model)

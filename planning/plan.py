@@ -28,13 +28,14 @@ from training import settings, steps
 COMPILED = 4  # configurations that --search compiles
 WORTH = 0.02  # share of a step that a flag must save to be named
 MARGIN = 0.1  # share of a device's memory to leave free: so far off the formulas may be
+GPU_SHARE = 0.75  # of a GPU's memory, which jax allocates for its programs
 CHANGES = 3  # of flags, at most, that are tried to make a step fit
 # {flag of a few words that changes how a step is computed, not what: its values}
 WAYS = {
     flag: typing.get_args(utils.FIELDS[flag].type)
     for flag in ("remat", "fsdp", "sequence_parallel")
 }
-SEARCHED = "n_device_axis pp_interleave train_batch_size val_batch_size microbatches".split()
+SEARCHED = "n_device_axis pp_interleave train_batch_size microbatches".split()
 SEARCHED += ["accumulation_steps", *WAYS]
 
 
@@ -127,7 +128,8 @@ def report(a, machine):
     parts = [name for name, t in seconds.items() if name != "step" and t >= 5e-4]
     lines = [
         f"{cfg.run.preset} on {machine.name}: {a.devices} x {machine.chip.kind}, mesh (dp, pp, tp) = "
-        f"{cfg.run.n_device_axis}, {a.tokens:,} tokens a step",
+        f"{cfg.run.n_device_axis}",
+        f"batch        {steps.tokens_in_words(cfg)}",
         f"parameters   {steps.count_in_words(cfg)}",
         f"memory       {in_parts(memory)}",
         f"             {size(memory['total'])} of a chip's {size(memory['limit'])}",
@@ -148,7 +150,7 @@ def report(a, machine):
     return [
         *lines,
         f"             {a.tokens_per_second:,.0f} tokens/s, MFU {a.mfu:.1%}, pipeline bubble {a.bubble:.1%} of ticks",
-        f"run          {cfg.run.training_steps:,} steps: {a.hours:,.1f} hours, {a.chip_hours:,.0f} chip-hours",
+        f"run          {a.hours:,.1f} hours, {a.chip_hours:,.0f} chip-hours",
         f"bound by     {a.bound}",
     ]
 
@@ -167,44 +169,50 @@ def collectives_table(a):
     return [headings, *lines] if lines else []
 
 
-def divisors(n):
-    return [d for d in range(1, n + 1) if n % d == 0]
+def fits_in(machine):
+    """Config -> whether a step of it fits in a device of the machine by the formulas, with some room left."""
+    share = GPU_SHARE if machine.chip.gpu else 1
+
+    def fits(cfg):
+        memory = answer(cfg, machine).memory
+        return memory["total"] <= (1 - MARGIN) * share * memory["limit"]
+
+    return fits
 
 
 def fitted(cfg, n, **flags):
     """`cfg` with other flags and the same global batch, validated for n devices; None where they do not go together."""
-    total = cfg.data.train_batch_size * cfg.run.n_device_axis[0] * cfg.run.accumulation_steps
     rounds = dict(pp_interleave=0) if "n_device_axis" in flags else {}  # as many as the mesh allows
     new = utils.replace(cfg, **rounds | flags)
     parts = new.run.n_device_axis[0] * new.run.accumulation_steps
-    if total % parts:
+    train = cfg.data.global_batch_size // parts
+    if train * parts != cfg.data.global_batch_size:
         return None
-    val = cfg.data.val_batch_size
-    if val % new.data.microbatches:  # it is no part of the step: any that fits will do
-        val = new.data.microbatches
     try:
-        new = utils.replace(new, train_batch_size=total // parts, val_batch_size=val)
-        return settings.validate(new, n)
+        # validation is no part of the step: its batches are cut up as those of training
+        return settings.validate(
+            utils.replace(new, train_batch_size=train, val_batch_size=train), n
+        )
     except UserError:
         return None
 
 
 def meshes(cfg, n):
     """The shapes (dp, pp, tp) of n devices that the model can be spread over."""
-    for pp in divisors(math.gcd(cfg.model.blocks, n)):
-        for tp in divisors(n // pp):
+    for pp in settings.divisors(math.gcd(cfg.model.blocks, n)):
+        for tp in settings.divisors(n // pp):
             yield n // pp // tp, pp, tp
 
 
 def variants(cfg, n):
     """Every configuration that --search considers, of the same global batch."""
-    total = cfg.data.train_batch_size * cfg.run.n_device_axis[0]
+    total = cfg.data.global_batch_size // cfg.run.accumulation_steps
     found = []
     for dp, pp, tp in meshes(cfg, n):
         values = WAYS | dict(
             n_device_axis=[(dp, pp, tp)],
-            microbatches=divisors(max(1, total // dp)),
-            pp_interleave=divisors(cfg.model.blocks // pp) if pp > 1 else [1],
+            microbatches=settings.divisors(max(1, total // dp)),
+            pp_interleave=settings.divisors(cfg.model.blocks // pp) if pp > 1 else [1],
         )
         if tp == 1:  # no sequences to be split
             values["sequence_parallel"] = [cfg.model.sequence_parallel]
@@ -214,10 +222,14 @@ def variants(cfg, n):
 
 
 def changed(old, new):
-    """The flags that make `new` of `old`, as on a command line."""
+    """The flags that make `new` of `old`, as on a command line. Whoever gives train_batch_size must give the
+    accumulation steps too, or they are 1."""
     before = utils.flatten(old)
     now = utils.flatten(new)
-    words = [f"--{flag} {now[flag]}" for flag in SEARCHED if now[flag] != before[flag]]
+    flags = [flag for flag in SEARCHED if now[flag] != before[flag]]
+    if "train_batch_size" in flags and now["accumulation_steps"] > 1:
+        flags = [*dict.fromkeys([*flags, "accumulation_steps"])]
+    words = [f"--{flag} {now[flag]}" for flag in flags]
     return re.sub("[(),]", "", " ".join(words))  # of a mesh
 
 
@@ -225,9 +237,9 @@ def neighbors(cfg, n):
     """The configurations that one change makes of `cfg`, of a flag or of the mesh, validated for n devices."""
     batch = cfg.data.train_batch_size
     values = WAYS | dict(
-        pp_interleave=divisors(cfg.model.blocks // cfg.run.n_device_axis[1]),
-        microbatches=divisors(batch),
-        accumulation_steps=divisors(batch * cfg.run.accumulation_steps),
+        pp_interleave=settings.divisors(cfg.model.blocks // cfg.run.n_device_axis[1]),
+        microbatches=settings.divisors(batch),
+        accumulation_steps=settings.divisors(batch * cfg.run.accumulation_steps),
         n_device_axis=meshes(cfg, n),
     )
     changes = [fitted(cfg, n, **{flag: value}) for flag in values for value in values[flag]]
@@ -298,13 +310,13 @@ def in_parts(memory):
     return ", ".join(f"{part} {size(memory[part])}" for part in parts)
 
 
-def machine_of(devices):
-    """The `Machine` of devices that jax has found."""
+def machine_of(devices, memory=None):
+    """The `Machine` of devices that jax has found. memory: bytes of one; None: those that a program may use now."""
     processes = len({device.process_index for device in devices})
     slices = count_slices(devices)
     first = devices[0]
     machine = machine_of_kind(first.device_kind, first.platform, len(devices), processes, slices)
-    memory = memory_limit() or machine.chip.memory
+    memory = memory or memory_limit() or machine.chip.memory
     return machine._replace(chip=machine.chip._replace(memory=memory))
 
 
@@ -344,8 +356,8 @@ def search(cfg, machine, compiler):
     found = sorted(best.values(), key=rank)
     if not found:
         raise UserError(
-            f"--search: no mesh of {machine.n} devices fits these flags; a train_batch_size x dp x "
-            f"accumulation_steps with more divisors may help."
+            f"--search: no mesh of {machine.n} devices fits these flags; a --global_batch_size with more divisors than "
+            f"{cfg.data.global_batch_size} may help."
         )
     say(f"{len(tried):,} configurations on {len(found)} meshes ranked by formulas")
     if not compiler:
@@ -398,7 +410,8 @@ def planned_config(flags, machine):
     of_weights = weights.open_weights(run.init_from)[0] if run.init_from else None
     # no cache: what was compiled for devices that are not there cannot be read back
     flags = flags.fix(n_devices=0, compilation_cache="")
-    cfg = settings.settle(flags, machine.n, of_weights, device_kind=machine.chip.kind)
+    kind, fits = machine.chip.kind, fits_in(machine)
+    cfg = settings.settle(flags, machine.n, of_weights, device_kind=kind, fits=fits)
     if cfg.model.document_mask:
         cfg = utils.replace(cfg, end_of_text=0)  # any token will do
     return cfg

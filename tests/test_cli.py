@@ -3,6 +3,7 @@
 import dataclasses
 import fnmatch
 import functools
+import itertools
 import json
 import os
 import random
@@ -23,7 +24,7 @@ import utils
 from data import tokenization, tokenize_shards, train_tokenizer
 from runtime import files, messages, parser, platforms
 from tools import bench, checkpoints, common, compare, hf, trace
-from training import command_line, settings
+from training import command_line, settings, steps
 
 FLAGS = parser.fields_of(utils.Config)
 FIELDS = {name: f for name, f in FLAGS.items() if not hasattr(utils.Plan, name)}  # of a run
@@ -155,7 +156,16 @@ BAD = {  # words beside the small model's on eight devices, and what the sentenc
     "--T 30 --n_device_axis 2 1 4": ["--T 30", "multiple of tp (4)"],
     "--microbatches 3 --n_device_axis 4 2 1": ["--microbatches 3", "pp"],
     "--n_experts 12 --n_device_axis 8 1 1": ["--n_experts 12", "8"],
-    "--train_batch_size 6": ["--train_batch_size 6", "multiple of microbatches (4)"],
+    "--train_batch_size 6": [
+        "--microbatches 4: ",
+        " 6 training and 8 validation",
+        " 1, 2 would do",
+    ],
+    "--global_batch_size 12": ["--global_batch_size 12: must be a multiple of dp x pp = 8 "],
+    "--accumulation_steps 2 --global_batch_size 8": [
+        "--train_batch_size 8: 8 x 2 x ",
+        " must be the 8 sequences",
+    ],
     "--model_dimension 30": ["--model_dimension 30", "n_head"],
     "--rope_dim 7": ["--rope_dim 7"],
     "--attention splash --T 128": ["--attention splash", "tpu", "auto"],
@@ -379,17 +389,12 @@ def test_a_program_names_the_nearest_flag_and_takes_the_flags_of_main_py_too():
     assert own == {"steps": 3} and rest == wanted.split()
 
 
-BY_THREES = dict(microbatches=3, train_batch_size=9, val_batch_size=18)
 FOLLOW = {  # words, and the defaults that change with them
     "--n_experts 1": dict(experts_per_token=1),
     "--training_steps 20": dict(end_steps=20, warmup_steps=2),
     "--training_steps 460 --schedule wsd": {},
     "--schedule wsd --decay_steps 390": dict(warmup_steps=1),
-    "--train_batch_size 6": dict(microbatches=2),
-    "--train_batch_size 9 --val_batch_size 6": dict(microbatches=3),
-    "--microbatches 3": BY_THREES,
     "--head_dim 32 --model_dimension 127": {},
-    "--n_device_axis 1 3 1 --blocks 3": BY_THREES,
     "": {},
 }
 
@@ -403,10 +408,109 @@ def test_a_default_never_refuses_what_was_given(words, changed):
     assert settings.follow(settings.Flags(cfg, given)).cfg == cfg
 
 
+def divided(words, n=1, **how):
+    """{flag: value} of the batch that a command line on n devices has."""
+    cfg = settings.settle(command_line.parse(words.split()), n, **how)
+    batch = dict(dp=cfg.run.n_device_axis[0], A=cfg.run.accumulation_steps)
+    d = cfg.data
+    batch |= dict(
+        G=d.global_batch_size, B=d.train_batch_size, val=d.val_batch_size, M=d.microbatches
+    )
+    assert batch["G"] == batch["B"] * batch["dp"] * batch["A"]
+    return batch
+
+
+DIVIDED = {  # words, devices, and how the batch is divided
+    ("--preset tiny", 1): dict(G=16, B=16, M=8, val=16),
+    ("--preset tiny --n_device_axis 2 2 2", 8): dict(G=16, B=8, M=4, val=8),
+    ("--preset tiny --train_batch_size 6", 2): dict(G=12, B=6, M=3),
+    ("--preset tiny --train_batch_size 6 --accumulation_steps 3", 2): dict(G=36, B=6, A=3),
+    ("--preset tiny --accumulation_steps 4", 2): dict(G=16, B=2, A=4),
+    ("--preset tiny --microbatches 2", 1): dict(G=16, M=2),
+    ("--preset tiny --microbatch_size 3", 1): dict(G=16, M=8),
+    ("--preset tiny --val_batch_size 6", 1): dict(G=16, val=6, M=2),
+    ("--preset tiny --global_batch_size 48 --train_batch_size 8", 2): dict(G=48, A=3),
+    ("--preset jaxformer-small", 1): dict(G=32, B=8, A=4, M=1),
+    ("--preset jaxformer-small", 16): dict(G=32, B=1, A=2, M=1),
+    ("--preset moe1b --n_device_axis 8 2 2", 32): dict(G=256, B=32, M=4),  # JAXformer's
+    ("--n_device_axis 32 1 1", 32): dict(G=256, B=8, M=1),
+}
+
+
+@pytest.mark.parametrize("words, n", DIVIDED)
+def test_the_global_batch_is_divided_among_replicas_steps_and_microbatches(words, n):
+    assert divided(words, n).items() >= DIVIDED[words, n].items()
+
+
+@pytest.mark.parametrize("preset", presets.PRESETS)
+def test_a_preset_trains_on_as_many_tokens_a_step_on_every_mesh(preset):
+    """And validates on as many: of up to 64 devices those whose dp and pp divide the batch, and tp the model."""
+    batches = set()
+    meshes = 0
+    words = command_line.parse(["--preset", preset])
+    sizes = [2**n for n in range(7)] + [3, 5, 12, 60]
+    for dp, pp, tp in itertools.product(sizes, repeat=3):
+        n = dp * pp * tp
+        total, blocks = words.cfg.data.global_batch_size, words.cfg.model.blocks
+        experts = max(1, words.cfg.model.n_experts)
+        m = words.cfg.model
+        uneven = total % (dp * pp) or blocks % pp or (experts % (dp * tp) and dp * tp % experts)
+        if n > 64 or uneven or any(size % tp for size in (m.n_head, m.kv_heads, m.T)):
+            continue
+        cfg = settings.settle(words.fix(n_device_axis=(dp, pp, tp)), n)
+        evaluated = cfg.run.eval_steps * settings.global_batches(utils.flatten(cfg))[1]
+        batches.add((steps.tokens_per_step(cfg), evaluated))
+        meshes += 1
+    assert len(batches) == 1 and meshes > 20
+
+
+def test_a_batch_that_a_device_has_no_room_for_is_accumulated():
+    """As few steps as fit; what was given stays; where nothing fits, as many as there can be."""
+
+    def fits(cfg):
+        return cfg.data.train_batch_size <= 4
+
+    assert divided("--preset tiny", fits=fits) == dict(G=16, dp=1, A=4, B=4, val=4, M=2)
+    assert divided("--preset tiny --n_device_axis 4 1 1", 4, fits=fits)["A"] == 1
+    assert divided("--preset tiny --accumulation_steps 2", fits=fits)["A"] == 2
+    assert divided("--preset tiny --train_batch_size 16", fits=fits)["A"] == 1
+    assert divided("--preset tiny", fits=lambda cfg: False)["A"] == 16
+
+
+def test_a_mesh_that_cannot_share_the_batch_gets_a_sentence():
+    words = "--preset moe-1.6b --n_device_axis 6 1 1"
+    mesh = "which dp x pp = 6 of the mesh (dp, pp, tp) = (6, 1, 1) must divide"
+    said = (
+        f"--preset moe-1.6b has 128 sequences a step, {mesh}",
+        "give --n_device_axis 4 1 1 on 4 devices.",
+    )
+    refusal(lambda: divided(words, 6), *said)
+    words += " --global_batch_size 9"
+    said = (
+        "--global_batch_size 9: must be a multiple of dp x pp = 6 ",
+        " 3 1 1 on 3 devices would do.",
+    )
+    refusal(lambda: divided(words, 6), *said)
+
+
+def test_a_file_of_flags_keeps_its_global_batch_on_another_mesh(tmp_path):
+    path = tmp_path / "config.json"
+    words = "--preset tiny --n_device_axis 2 1 1 --train_batch_size 12 --microbatches 4"
+    cfg = settings.settle(command_line.parse(words.split()), 2)
+    path.write_text(json.dumps(utils.flatten(cfg)))
+    words = f"--config {path}"
+    assert divided(words, 2) == divided("--preset tiny --train_batch_size 12 --microbatches 4", 2)
+    assert divided(f"{words} --n_device_axis 4 1 1", 4)["G"] == 24
+    assert divided(f"{words} --accumulation_steps 3", 2) == dict(G=24, dp=2, A=3, B=4, val=4, M=2)
+    assert divided(f"{words} --train_batch_size 3 --accumulation_steps 2", 2)["G"] == 12
+    assert divided(f"{words} --global_batch_size 8", 2)["B"] == 4
+
+
 # Sensible values of flags where `another` gives none: what alone makes sense in presets of every size.
 ALONE = dict(n_head=[2], model_dimension=[96, 1536], blocks=[1, 12], rope_dim=[16], name=["b"])
 ALONE |= dict(n_experts=[1, 4, 12], n_groups=[2], preset=list(presets.PRESETS), max_tokens=[1])
-ALONE |= dict(train_batch_size=[1, 6, 24], val_batch_size=[1, 6, 24], microbatches=[1, 3, 16])
+ALONE |= dict(train_batch_size=[1, 6, 24], val_batch_size=[1, 6, 24], microbatches=[1, 16])
+ALONE |= dict(global_batch_size=[1, 6], microbatch_size=[1, 3], accumulation_steps=[2, 16])
 ALONE |= dict(warmup_steps=[0], end_steps=[1, 20, 200_000], profile=["20:22"], n_devices=[1, 4])
 ALONE |= dict(n_device_axis=[(4, 1, 1), (1, 1, 2)], pp_interleave=[1], num_processes=[1])
 ALONE |= dict(attention=["auto", "xla", "blockwise"])

@@ -235,8 +235,8 @@ def test_a_plan_by_formulas(planned, capsys):
     assert a["devices"] == 8 and a["mesh"] == dict(dp=4, pp=2, tp=1)
     assert a["fits"] and not a["compiled"]
     cfg, step = presets.preset("tiny"), a["seconds"].pop("step")
-    assert a["tokens"] == cfg.data.train_batch_size * 4 * cfg.model.T
-    assert a["bubble"] == pytest.approx(1 / (cfg.data.microbatches + 1))
+    assert a["tokens"] == cfg.data.global_batch_size * cfg.model.T
+    assert a["bubble"] == pytest.approx(1 / 3)  # two microbatches of two sequences
     assert step == pytest.approx(sum(a["seconds"].values()))
     assert a["tokens_per_second"] == pytest.approx(a["tokens"] / step)
     assert a["chip_hours"] == 8 * a["hours"] == pytest.approx(cfg.run.training_steps * step / 450)
@@ -259,8 +259,8 @@ def test_search_keeps_the_global_batch_and_ranks(planned, capsys):
 
 
 def test_the_flag_that_is_advised_is_faster(planned, capsys):
-    flags = dict(preset="moe1b", plan="gpu:8xH200", n_device_axis=(2, 2, 2))
-    a = planned("--by_formulas", **flags, train_batch_size=32)
+    flags = dict(preset="moe1b", plan="gpu:8xH200", n_device_axis=(2, 2, 2), global_batch_size=64)
+    a = planned("--by_formulas", **flags)
     said = r"(--.*) would help most: by (\d+)% of the step.*"
     advised, by = re.fullmatch(said, a["advice"]).groups()
     seconds = re.findall(r" MB +[\d,]+ +([\d.]+)$", capsys.readouterr().out, re.MULTILINE)

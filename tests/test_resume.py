@@ -137,7 +137,7 @@ def test_resume_refuses_other_models_data_and_batches_and_a_torn_config(
         refusal(lambda: train(**TINY, training_steps=4), "config.json: ", "; restore it.")
     # a model of other flags is no damaged one, as its checkpoint beside no or another config.json tells
     (run / "config.json").unlink()
-    for flag, value in dict(blocks=3, max_lr=1.0, train_batch_size=4).items():
+    for flag, value in dict(blocks=3, max_lr=1.0, train_batch_size=3).items():
         refusal(lambda: train(**TINY | {flag: value}, training_steps=3), flag)
     assert os.listdir(run / "checkpoints") == ["2"] and not (run / "config.json").exists()
     capsys.readouterr()

@@ -213,8 +213,6 @@ def parse(argv):
         given = settings.follow_dtype(given, {}, platforms.platform())
         # what is measured is compiling, not reading
         cfg = settings.follow(given.follow(compilation_cache="")).cfg
-        # the validation batch is no part of the step: any that fits will do
-        cfg = utils.replace(cfg, val_batch_size=cfg.data.microbatches)
         configurations.append((variant or cfg.run.preset, cfg))
     return own, configurations
 

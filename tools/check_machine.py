@@ -83,7 +83,8 @@ def cut_batch(cfg, machine):
     is_long = machine.platform == "cpu" or plan.answer(cfg, machine).seconds["step"] > LONG
     if d.microbatches % 2 or not is_long:
         return cfg
-    half = dict(train_batch_size=d.train_batch_size // 2, microbatches=d.microbatches // 2)
+    batches = "global_batch_size", "train_batch_size", "val_batch_size", "microbatches"
+    half = {flag: getattr(d, flag) // 2 for flag in batches}
     return cut_batch(utils.replace(cfg, **half), machine)
 
 

@@ -60,7 +60,7 @@ def read_curve(folder):
     if not evaluated:
         raise UserError(f"{folder}: its metrics.jsonl holds no evaluation yet.")
     per_step = steps.tokens_per_step(cfg)
-    batch = cfg.data.val_batch_size * cfg.run.n_device_axis[0]
+    _, batch = settings.global_batches(config)
     return Curve(
         folder=folder,
         cfg=cfg,

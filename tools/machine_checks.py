@@ -208,7 +208,7 @@ def check_collective(name, n):
 
 def small_model(name, n, mesh=(1, 1, 1), **flags):
     """Validated Config of a preset, with two sequences a step for each of n devices; None where it does not fit."""
-    flags |= dict(train_batch_size=2 * n, val_batch_size=2 * n, microbatches=1)
+    flags |= dict(global_batch_size=2 * n)
     one = utils.replace(preset(name), n_device_axis=(1, 1, 1), **flags)
     size = math.prod(mesh)
     return plan.fitted(one, size, n_device_axis=mesh, n_devices=size, microbatches=mesh[1])

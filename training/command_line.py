@@ -12,7 +12,7 @@ from presets import preset
 from runtime.files import is_remote, read_json
 from runtime.messages import UserError, nearest, one_sentence
 from runtime.parser import RENAMED, foreign, read_words
-from training.settings import Flags, check_same, settle, without
+from training.settings import SPLIT, Flags, check_same, settle, without
 from utils import Config, Plan, Run, replace
 
 # A file that comes with the program may be missing yet in the folder where it will run.
@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # What the file of a run holds beside flags, and the flags that belong to one launch of it.
 NO_FLAGS = {"data_fingerprint", "commit", "encoding", "end_of_text", "config"}
 NO_FLAGS |= {"coordinator", "num_processes", "process_id"}
+# Where one of these is given beside --config, the file's global batch is divided anew.
+DIVIDES = SPLIT | {"global_batch_size", "n_device_axis", "n_devices"}
 
 
 def parse(argv, load=load_tokenizer, elsewhere=False):
@@ -58,6 +60,10 @@ def flags_of_file(path, beside):
     flags = without(NO_FLAGS, content)
     if "n_device_axis" in beside:  # which these follow
         flags = without(["n_devices", "pp_interleave"], flags)
+    if "global_batch_size" in flags and beside.keys() & DIVIDES:
+        flags = without(SPLIT - {"microbatch_size"} | {"val_batch_size"}, flags)
+    if "train_batch_size" in beside:  # which makes a global batch of its own
+        flags = without(["global_batch_size"], flags)
     flags = {RENAMED.get(name, name): value for name, value in flags.items()}
     for name in sorted(flags.keys() - utils.FIELDS.keys()):
         said = foreign(name, utils.FIELDS) or f"is no flag{nearest(name, utils.FIELDS)}"
@@ -131,10 +137,21 @@ def check(argv, elsewhere):
     if r.init_from:  # which has the architecture
         return flags
     dp, pp, tp = r.n_device_axis
-    # where nothing tells how many devices there are: as many as fit any number of experts
-    dp = dp or flags.cfg.model.n_experts or 1
-    settle(flags, r.n_devices or dp * pp * tp)
+    settle(flags, r.n_devices or (dp or some_dp(flags.cfg)) * pp * tp)
     return flags
+
+
+def some_dp(cfg):
+    """A dp that the experts and the global batch allow, where nothing tells how many devices there are; 1 if none."""
+    _, pp, tp = cfg.run.n_device_axis
+    experts = max(1, cfg.model.n_experts)
+    # a batch per replica fits any dp
+    total = 0 if cfg.data.train_batch_size else cfg.data.global_batch_size
+    for dp in range(1, experts + 1):
+        n = dp * max(1, tp)
+        if total % (dp * max(1, pp)) == 0 and (n % experts == 0 or experts % n == 0):
+            return dp
+    return 1
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ SCHEDULE = {"warmup_steps", "decay_steps", "end_steps"}  # may change in a run, 
 # Of config.json, beside what must be the same.
 BATCHES = {"train_batch_size", "val_batch_size", "accumulation_steps"}
 NEEDED_TO_RESUME = BATCHES | {"n_device_axis", "data"}
+# How a replica's share of the global batch is cut up, which changes no more than rounding.
+SPLIT = {"train_batch_size", "accumulation_steps", "microbatches", "microbatch_size"}
 
 
 class Flags(NamedTuple):
@@ -44,7 +46,16 @@ def without(some, flags):
     return {flag: value for flag, value in flags.items() if flag not in some}
 
 
-def settle(flags, n_devices, weights=None, stored=None, shards=(), encoding=None, device_kind=""):
+def settle(
+    flags,
+    n_devices,
+    weights=None,
+    stored=None,
+    shards=(),
+    encoding=None,
+    device_kind="",
+    fits=None,
+):
     """The final configuration, in which nothing is open. It is made here and nowhere else.
 
     n_devices: how many are present; what --n_devices and --n_device_axis leave open follows from it.
@@ -52,6 +63,7 @@ def settle(flags, n_devices, weights=None, stored=None, shards=(), encoding=None
     stored: `stored_config` of the run that it resumes, {} of a new one, None where none is meant (--plan, benchmarks).
     shards: as `dataset.manifests` lists them. encoding: their tokenizer, None where none is known.
     device_kind: of the devices, as jax names it; "" where there is none to tell.
+    fits: Config -> whether a step of it fits in a device's memory; None where that is not known.
     Raises UserError naming the flag, its value and what would do.
     """
     if weights:
@@ -60,18 +72,26 @@ def settle(flags, n_devices, weights=None, stored=None, shards=(), encoding=None
     flags = follow_shards(flags, stored or {}, shards)
     flags = follow(flags)
     flags = flags._replace(cfg=complete(flags.cfg, n_devices))
+    flags = resume(flags, stored)
+    flags = flags._replace(cfg=split_batch(flags, stored, fits))
     if stored is not None:
-        flags = resume(flags, stored)
         flags = flags._replace(cfg=begin_documents(flags.cfg, encoding))
     cfg = fit_samples(flags, encoding)
     check(cfg)
-    check_same(cfg, stored or {})
+    if stored:
+        check_validation(cfg, stored)
+        check_same(cfg, stored)
     return cfg
 
 
 def validate(cfg, n_present):
-    """`cfg`, of which no flag was given, completed for the `n_present` devices and checked. Raises UserError."""
+    """`cfg` completed for the `n_present` devices and checked, every flag as it is but those that are 0, which follow
+    from others. Raises UserError."""
     cfg = complete(cfg, n_present)
+    given = SPLIT | {"val_batch_size"}
+    if not cfg.data.train_batch_size:
+        given -= {"accumulation_steps"}
+    cfg = split_batch(Flags(cfg, frozenset(given)))
     check(cfg)
     return cfg
 
@@ -163,8 +183,7 @@ def follow(flags):
         flags = flags.follow(**architectures.flags_without_choice(flags.cfg.model.architecture))
     m = flags.cfg.model
     flags = flags.follow(experts_per_token=min(m.experts_per_token, m.n_experts))
-    flags = flags.follow(**follow_schedule(flags))
-    return flags.follow(**follow_batches(flags))
+    return flags.follow(**follow_schedule(flags))
 
 
 def follow_schedule(flags):
@@ -188,25 +207,110 @@ def ends(o):
     return o.schedule != "wsd" or o.decay_steps > 0
 
 
-def follow_batches(flags):
-    """{flag: value} of microbatches and batch sizes that fit those of them that were given, and pp: the most
-    microbatches, up to the default, that divide both batch sizes, or else those that were given. Batch sizes are
-    rounded up to a multiple."""
-    d = flags.cfg.data
-    pp = max(1, flags.cfg.run.n_device_axis[1])
-    sizes = dict(train_batch_size=d.train_batch_size, val_batch_size=d.val_batch_size)
-    given = [sizes[flag] for flag in sizes.keys() & flags.given]
-    asked = math.gcd(*given)
-    both = math.gcd(*sizes.values())
+def divisors(n):
+    return [d for d in range(1, n + 1) if n % d == 0]
 
-    def fit(n):
-        return asked % n == 0, both % n == 0, n
 
-    micro = d.microbatches
-    if "microbatches" not in flags.given:
-        micro = max(range(pp, micro + 1, pp), key=fit, default=pp)
-    sizes = {flag: -(-size // micro) * micro for flag, size in sizes.items()}
-    return dict(sizes, microbatches=micro)
+def split_batch(flags, stored=None, fits=None):
+    """The configuration of `flags`, whose mesh is complete, with the global batch divided among replicas (dp),
+    accumulation steps and microbatches. What was given stays as it is.
+
+    What a training learns depends on its global batch. That is the same on every mesh, and the rest follows from it:
+    128 sequences a step on (8, 1, 1) are 16 on each replica, in 4 microbatches of --microbatch_size 4. Where
+    activations of 16 sequences do not fit in a device, they are 2 accumulation steps of 8 sequences.
+
+    stored: config.json of the run that is resumed, if any. fits: Config -> whether a step of it fits in a device; None
+    where memory is not known. Raises UserError.
+    """
+    cfg, given = flags
+    dp, pp, _ = cfg.run.n_device_axis
+    accumulation = cfg.run.accumulation_steps
+    size = cfg.data.train_batch_size
+    if size and "train_batch_size" in given and "global_batch_size" not in given:
+        cfg = replace(cfg, global_batch_size=size * dp * accumulation)
+    check_global_batch(cfg, given, stored)
+    own = cfg.data.global_batch_size // dp  # sequences of a replica
+    if size and "train_batch_size" in given:
+        return cut_replica(cfg, given, own // size, stored)
+    if "accumulation_steps" in given:
+        return cut_replica(cfg, given, accumulation, stored)
+    fewest = math.gcd(accumulation, own // pp)
+    for accumulation in divisors(own // pp):
+        if accumulation % fewest == 0:
+            found = cut_replica(cfg, given, accumulation, stored)
+            if fits is None or fits(found):
+                break
+    return found  # where nothing fits, the one that needs the least memory
+
+
+def check_global_batch(cfg, given, stored):
+    """Raises UserError where the global batch cannot be divided as the mesh and the flags say."""
+    d = cfg.data
+    total = d.global_batch_size
+    dp, pp, tp = cfg.run.n_device_axis
+    whose, other = f"--preset {cfg.run.preset}", ""
+    if stored:
+        whose, other = f"run {cfg.run.name}", ", or give another --name"
+    elif "global_batch_size" in given:
+        whose = "--global_batch_size"
+    if total % (dp * pp):
+        mesh = f"dp x pp = {dp * pp} of the mesh (dp, pp, tp) = ({dp}, {pp}, {tp})"
+        pp = 1 if total % pp else pp
+        dp = max(n for n in range(1, dp + 1) if total % (n * pp) == 0)
+        instead = f"--n_device_axis {dp} {pp} {tp} on {dp * pp * tp} devices"
+        raise UserError(
+            f"{whose} {total}: must be a multiple of {mesh}; {instead} would do."
+            if whose == "--global_batch_size"
+            else f"{whose} has {total} sequences a step, which {mesh} must divide; give {instead}{other}."
+        )
+    parts = {
+        "train_batch_size": d.train_batch_size,
+        "accumulation_steps": cfg.run.accumulation_steps,
+    }
+    parts = {flag: n for flag, n in parts.items() if n and flag in given}
+    product = dp * math.prod(parts.values())
+    exact = len(parts) == 2
+    if total % product or (exact and total != product):
+        flag, *_ = parts
+        words = " x ".join(map(str, [*parts.values(), dp]))
+        must = "be" if exact else "divide"
+        raise UserError(
+            f"--{flag} {parts[flag]}: {words} (dp) is {product} but must {must} the {total} sequences a step that "
+            f"{whose} has; leave the flag out{other}."
+        )
+
+
+def cut_replica(cfg, given, accumulation, stored):
+    """`cfg` with a replica's sequences of an accumulation step, in the fewest microbatches of at most microbatch_size
+    sequences that pp divides. Raises UserError where what was given does not go together."""
+    d = cfg.data
+    dp, pp, _ = cfg.run.n_device_axis
+    parts = dp * accumulation
+    train = d.global_batch_size // parts
+    val = d.val_batch_size if "val_batch_size" in given else 0
+    if not val:
+        val_total = global_batches(stored)[1] if stored else d.global_batch_size
+        val = max(1, val_total // parts)
+    fitting = [n for n in divisors(math.gcd(train, val)) if n % pp == 0]
+    micro = d.microbatches if "microbatches" in given else 0
+    if not micro:
+        small = [n for n in fitting if train // n <= d.microbatch_size]
+        micro = min(small, default=max(fitting, default=pp))
+    if micro not in fitting:
+        those = ["microbatches", "val_batch_size", "train_batch_size", "accumulation_steps"]
+        flag = next((flag for flag in those if flag in given), "n_device_axis")
+        could = ", ".join(map(str, fitting[:5])) or "no number"
+        raise UserError(
+            f"--{flag} {flatten(cfg)[flag]}: a replica's {train} training and {val} validation sequences cannot be "
+            f"divided into {micro} microbatches on pp {pp} stages; {could} would do."
+        )
+    return replace(
+        cfg,
+        train_batch_size=train,
+        val_batch_size=val,
+        microbatches=micro,
+        accumulation_steps=accumulation,
+    )
 
 
 def begin_documents(cfg, encoding):
@@ -251,9 +355,17 @@ def prompt_ids(cfg, encoding):
     return np.array(ids, np.int32)
 
 
+def global_batches(stored):
+    """Sequences of a training step and of a validation batch, on all devices, of a run's {flag: value}."""
+    replicas = stored["n_device_axis"][0] * stored["accumulation_steps"]
+    return stored["train_batch_size"] * replicas, stored["val_batch_size"] * replicas
+
+
 def resume(flags, stored):
-    """`flags` with the batch sizes that keep the global batches of the run that `stored` describes:
-    train_batch_size x dp x accumulation_steps and val_batch_size x dp. Raises UserError."""
+    """`flags` with the global batch of the run that `stored` describes. Raises UserError.
+
+    On the same mesh the batch is divided as before, unless flags say how: sums in another order differ in the last bit.
+    """
     r = flags.cfg.run
     if not stored:
         return flags
@@ -262,21 +374,27 @@ def resume(flags, stored):
             f"--name {r.name}: this run holds weights alone; begin another from them with --init_from {r.folder}."
         )
     check_stored(stored, r.folder, NEEDED_TO_RESUME)
-    dp, old_dp = r.n_device_axis[0], stored["n_device_axis"][0]
-    accumulated = (dp * r.accumulation_steps, old_dp * stored["accumulation_steps"])
-    batches = dict(train_batch_size=accumulated, val_batch_size=(dp, old_dp))
-    for flag, (parts, old_parts) in batches.items():
-        total = stored[flag] * old_parts
-        if total % parts == 0:
-            flags = flags.follow(**{flag: total // parts})
-        now = getattr(flags.cfg.data, flag)
-        if now * parts != total:
-            raise UserError(
-                f"--{flag} {now}: run {r.name} has a global batch of {total} sequences, and this makes {now} x {parts} "
-                f"= {now * parts}; give another --name, or a dp and --accumulation_steps whose product divides it."
-            )
-        flags = flags.fix(**{flag: now})
-    return flags.follow(**follow_batches(flags))
+    total, _ = global_batches(stored)
+    if "global_batch_size" in flags.given and flags.cfg.data.global_batch_size != total:
+        raise UserError(
+            f"--global_batch_size {flags.cfg.data.global_batch_size}: run {r.name} exists and has {total}; give that, "
+            f"or another --name."
+        )
+    flags = flags.fix(global_batch_size=total)
+    if r.n_device_axis == tuple(stored["n_device_axis"]) and not flags.given & SPLIT:
+        flags = flags.fix(**{flag: stored[flag] for flag in SPLIT & stored.keys()})
+    return flags
+
+
+def check_validation(cfg, stored):
+    """Raises UserError where validation batches have another size than those of the run that `stored` describes."""
+    _, before = global_batches(stored)
+    _, now = global_batches(flatten(cfg))
+    if before != now:
+        raise UserError(
+            f"--val_batch_size {cfg.data.val_batch_size}: run {cfg.run.name} validates on batches of {before} "
+            f"sequences, and these would be of {now}; leave the flag out, or give another --name."
+        )
 
 
 def check_same(cfg, stored, flags=utils.FIELDS.keys()):
@@ -368,7 +486,7 @@ def check(cfg):
 
 def check_multiples(cfg):
     """Raises UserError where something must divide a flag and does not."""
-    m, d = cfg.model, cfg.data
+    m = cfg.model
     dp, pp, tp = cfg.run.n_device_axis
     rounds = cfg.run.pp_interleave
     multiples = [  # (flag, its value, what must divide it, in words)
@@ -378,9 +496,6 @@ def check_multiples(cfg):
         ("T", m.T, tp, "tp"),
         ("ffn_dim", m.ffn_width, tp, "tp"),
         ("rope_dim", m.rope_dim, 2, "2, since channels are rotated in pairs,"),
-        ("microbatches", d.microbatches, pp, "pp"),
-        ("train_batch_size", d.train_batch_size, d.microbatches, "microbatches"),
-        ("val_batch_size", d.val_batch_size, d.microbatches, "microbatches"),
         ("model_dimension", m.model_dimension, 1 if m.head_dim else m.n_head, "n_head"),
         ("expert_dim", m.expert_width, tp if m.n_shared else 1, "tp"),
     ]

@@ -215,18 +215,20 @@ def make_evaluate(cfg, mesh, corpus):
     """`evaluate(params)` -> {"loss/val_loss", "loss/val_cross_entropy_loss"} over eval_steps batches drawn from all
     validation shards: the same batches every time, whatever --seed. Raises UserError where there is less than one."""
     M = cfg.data.microbatches
-    B = cfg.data.val_batch_size * cfg.run.n_device_axis[0]
-    n_batches = min(cfg.run.eval_steps, corpus.n_sequences // B)
+    B = cfg.data.val_batch_size * cfg.run.n_device_axis[0]  # sequences at once
+    batch_size = B * cfg.run.accumulation_steps
+    n_batches = min(cfg.run.eval_steps, corpus.n_sequences // batch_size)
     if not n_batches:
         raise UserError(
-            f"--val_batch_size {cfg.data.val_batch_size}: a validation batch would be {B} sequences of "
-            f"{corpus.T + 1} tokens, but {corpus.folder} holds {corpus.n_sequences}; give less, a smaller --T, or "
-            f"shards of more text."
+            f"{corpus.folder} holds {corpus.n_sequences} sequences of {corpus.T + 1} tokens, but a validation batch "
+            f"has {batch_size}; give a smaller --val_batch_size or --T, or shards of more text."
         )
     if n_batches < cfg.run.eval_steps:
         say(
-            f"validation: {corpus.folder} holds {n_batches} batches of {B} sequences, so --eval_steps is {n_batches}"
+            f"validation: {corpus.folder} holds {n_batches} batches of {batch_size} sequences, so --eval_steps is "
+            f"{n_batches}"
         )
+    n_parts = n_batches * cfg.run.accumulation_steps
     loss = jax.jit(model.make_loss(cfg, mesh, train=False))
     order = functools.partial(corpus.sequences, seed=0)
 
@@ -234,8 +236,8 @@ def make_evaluate(cfg, mesh, corpus):
         return put_batch(order, i * B, (1, M, B // M, corpus.T), mesh)
 
     def evaluate(params):
-        batches = Prefetch(batch, range(n_batches), depth=n_batches)
-        together(batches.error(n_batches))
+        batches = Prefetch(batch, range(n_parts), depth=n_parts)
+        together(batches.error(n_parts))
         no_dropout = jax.random.key(0)
         total, cross_entropy = 0, 0
         for tokens, targets in batches:
@@ -243,8 +245,8 @@ def make_evaluate(cfg, mesh, corpus):
             total += value
             cross_entropy += seen.cross_entropy
         return {
-            "loss/val_loss": float(total / n_batches),
-            "loss/val_cross_entropy_loss": float(cross_entropy / n_batches),
+            "loss/val_loss": float(total / n_parts),
+            "loss/val_cross_entropy_loss": float(cross_entropy / n_parts),
         }
 
     return evaluate
@@ -281,6 +283,18 @@ def set_precision(cfg):
     if cfg.model.model_dtype == "float32":
         # accelerators would otherwise round the inputs of matrix products
         jax.config.update("jax_default_matmul_precision", "float32")
+
+
+def tokens_in_words(cfg):
+    """The tokens of a step and of the whole run in words, the same wherever they are printed."""
+    batches, M, B, T = batch_shape(cfg)
+    dp = cfg.run.n_device_axis[0]
+    each = f"{M} x {B // dp} sequences on each of {dp} replicas"
+    if batches > 1:
+        each = f"{batches} accumulation steps of {each}"
+    tokens = tokens_per_step(cfg)
+    total = tokens * cfg.run.training_steps
+    return f"{tokens:,} tokens a step ({each}), {total:,} in {cfg.run.training_steps:,} steps"
 
 
 def count_in_words(cfg):
