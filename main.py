@@ -68,8 +68,8 @@ def main(flags, began=None):
             weights.check_tokenizer(where, asked.run.init_from, shards, asked.data.tokenizer)
         encoding = encoding_of(shards, asked.data.tokenizer)
         kind = jax.devices()[0].device_kind
-        n, fits = jax.device_count(), memory_check(kind)
-        cfg = settings.settle(flags, n, of_weights, stored, shards, encoding, kind, fits)
+        n, share = jax.device_count(), memory_share(kind)
+        cfg = settings.settle(flags, n, of_weights, stored, shards, encoding, kind, share)
         steps.set_precision(cfg)
         if of_weights:
             most = weights.positions(cfg.run.init_from, of_weights["T"])
@@ -374,16 +374,16 @@ def write_plan(cfg):
     return planned
 
 
-def memory_check(kind):
-    """Config -> whether a step of it fits in the devices here, of a `kind` as jax calls it; None where their memory is
-    not known."""
+def memory_share(kind):
+    """Config -> the share of their memory that a step needs on the devices here, of a `kind` as jax calls it; None
+    where that is not known."""
     chip = chips.chip_of(kind)
     if chip is None:
         return None
     from planning import plan  # here: a run on CPUs needs none of it
 
     # by the table, not what is free: all processes, and the run that resumes, must find the same
-    return plan.fits_in(plan.machine_of(jax.devices(), chip.memory))
+    return plan.memory_share_of(plan.machine_of(jax.devices(), chip.memory))
 
 
 # As XLA says it, its allocators (BFC, TPU) and CUDA; RESOURCE_EXHAUSTED alone may be a full disk.

@@ -169,15 +169,10 @@ def collectives_table(a):
     return [headings, *lines] if lines else []
 
 
-def fits_in(machine):
-    """Config -> whether a step of it fits in a device of the machine by the formulas, with some room left."""
-    share = GPU_SHARE if machine.chip.gpu else 1
-
-    def fits(cfg):
-        memory = answer(cfg, machine).memory
-        return memory["total"] <= (1 - MARGIN) * share * memory["limit"]
-
-    return fits
+def memory_share_of(machine):
+    """Config -> the share of a device's memory that a step of it needs by the formulas; at most 1 leaves some room."""
+    room = (1 - MARGIN) * (GPU_SHARE if machine.chip.gpu else 1) * machine.chip.memory
+    return lambda cfg: answer(cfg, machine).memory["total"] / room
 
 
 def fitted(cfg, n, **flags):
@@ -410,8 +405,8 @@ def planned_config(flags, machine):
     of_weights = weights.open_weights(run.init_from)[0] if run.init_from else None
     # no cache: what was compiled for devices that are not there cannot be read back
     flags = flags.fix(n_devices=0, compilation_cache="")
-    kind, fits = machine.chip.kind, fits_in(machine)
-    cfg = settings.settle(flags, machine.n, of_weights, device_kind=kind, fits=fits)
+    kind, share = machine.chip.kind, memory_share_of(machine)
+    cfg = settings.settle(flags, machine.n, of_weights, device_kind=kind, memory_share=share)
     if cfg.model.document_mask:
         cfg = utils.replace(cfg, end_of_text=0)  # any token will do
     return cfg

@@ -465,16 +465,17 @@ def test_a_preset_trains_on_as_many_tokens_a_step_on_every_mesh(preset):
 
 
 def test_a_batch_that_a_device_has_no_room_for_is_accumulated():
-    """As few steps as fit; what was given stays; where nothing fits, as many as there can be."""
+    """As few steps as fit; what was given stays; where nothing fits, as few as need hardly more than the most."""
 
-    def fits(cfg):
-        return cfg.data.train_batch_size <= 4
+    def share(cfg):
+        return cfg.data.train_batch_size / 4
 
-    assert divided("--preset tiny", fits=fits) == dict(G=16, dp=1, A=4, B=4, val=4, M=2)
-    assert divided("--preset tiny --n_device_axis 4 1 1", 4, fits=fits)["A"] == 1
-    assert divided("--preset tiny --accumulation_steps 2", fits=fits)["A"] == 2
-    assert divided("--preset tiny --train_batch_size 16", fits=fits)["A"] == 1
-    assert divided("--preset tiny", fits=lambda cfg: False)["A"] == 16
+    assert divided("--preset tiny", memory_share=share) == dict(G=16, dp=1, A=4, B=4, val=4, M=2)
+    assert divided("--preset tiny --n_device_axis 4 1 1", 4, memory_share=share)["A"] == 1
+    assert divided("--preset tiny --accumulation_steps 2", memory_share=share)["A"] == 2
+    assert divided("--preset tiny --train_batch_size 16", memory_share=share)["A"] == 1
+    weights = 20
+    assert divided("--preset tiny", memory_share=lambda cfg: weights + share(cfg))["A"] == 4
 
 
 def test_a_mesh_that_cannot_share_the_batch_gets_a_sentence():
@@ -488,7 +489,7 @@ def test_a_mesh_that_cannot_share_the_batch_gets_a_sentence():
     words += " --global_batch_size 9"
     said = (
         "--global_batch_size 9: must be a multiple of dp x pp = 6 ",
-        " 3 1 1 on 3 devices would do.",
+        " 3 1 2 on 6 devices would do.",
     )
     refusal(lambda: divided(words, 6), *said)
 

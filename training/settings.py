@@ -54,7 +54,7 @@ def settle(
     shards=(),
     encoding=None,
     device_kind="",
-    fits=None,
+    memory_share=None,
 ):
     """The final configuration, in which nothing is open. It is made here and nowhere else.
 
@@ -63,7 +63,7 @@ def settle(
     stored: `stored_config` of the run that it resumes, {} of a new one, None where none is meant (--plan, benchmarks).
     shards: as `dataset.manifests` lists them. encoding: their tokenizer, None where none is known.
     device_kind: of the devices, as jax names it; "" where there is none to tell.
-    fits: Config -> whether a step of it fits in a device's memory; None where that is not known.
+    memory_share: Config -> the share of a device's memory that a step needs; None where that is not known.
     Raises UserError naming the flag, its value and what would do.
     """
     if weights:
@@ -73,7 +73,7 @@ def settle(
     flags = follow(flags)
     flags = flags._replace(cfg=complete(flags.cfg, n_devices))
     flags = resume(flags, stored)
-    flags = flags._replace(cfg=split_batch(flags, stored, fits))
+    flags = flags._replace(cfg=split_batch(flags, stored, memory_share))
     if stored is not None:
         flags = flags._replace(cfg=begin_documents(flags.cfg, encoding))
     cfg = fit_samples(flags, encoding)
@@ -211,7 +211,7 @@ def divisors(n):
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def split_batch(flags, stored=None, fits=None):
+def split_batch(flags, stored=None, memory_share=None):
     """The configuration of `flags`, whose mesh is complete, with the global batch divided among replicas (dp),
     accumulation steps and microbatches. What was given stays as it is.
 
@@ -219,8 +219,8 @@ def split_batch(flags, stored=None, fits=None):
     128 sequences a step on (8, 1, 1) are 16 on each replica, in 4 microbatches of --microbatch_size 4. Where
     activations of 16 sequences do not fit in a device, they are 2 accumulation steps of 8 sequences.
 
-    stored: config.json of the run that is resumed, if any. fits: Config -> whether a step of it fits in a device; None
-    where memory is not known. Raises UserError.
+    stored: config.json of the run that is resumed, if any. memory_share: Config -> the share of a device's memory that
+    a step of it needs; None where that is not known. Raises UserError.
     """
     cfg, given = flags
     dp, pp, _ = cfg.run.n_device_axis
@@ -235,12 +235,17 @@ def split_batch(flags, stored=None, fits=None):
     if "accumulation_steps" in given:
         return cut_replica(cfg, given, accumulation, stored)
     fewest = math.gcd(accumulation, own // pp)
+    tried = {}  # {share of the memory that it needs: Config}
     for accumulation in divisors(own // pp):
-        if accumulation % fewest == 0:
-            found = cut_replica(cfg, given, accumulation, stored)
-            if fits is None or fits(found):
-                break
-    return found  # where nothing fits, the one that needs the least memory
+        if accumulation % fewest:
+            continue
+        found = cut_replica(cfg, given, accumulation, stored)
+        share = memory_share(found) if memory_share else 0
+        tried.setdefault(share, found)
+        if share <= 1:
+            return found
+    # Nothing fits. More steps than these save next to nothing, and each takes time.
+    return next(found for share, found in tried.items() if share <= 1.05 * min(tried))
 
 
 def check_global_batch(cfg, given, stored):
@@ -256,7 +261,12 @@ def check_global_batch(cfg, given, stored):
     if total % (dp * pp):
         mesh = f"dp x pp = {dp * pp} of the mesh (dp, pp, tp) = ({dp}, {pp}, {tp})"
         pp = 1 if total % pp else pp
-        dp = max(n for n in range(1, dp + 1) if total % (n * pp) == 0)
+        even = math.gcd(dp, total // pp)
+        rest = dp // even * tp  # of the devices, all of which are used where tp can be this
+        if cfg.model.n_head % rest == 0 and cfg.model.T % rest == 0:
+            dp, tp = even, rest
+        else:
+            dp = max(n for n in range(1, dp + 1) if total % (n * pp) == 0)
         instead = f"--n_device_axis {dp} {pp} {tp} on {dp * pp * tp} devices"
         raise UserError(
             f"{whose} {total}: must be a multiple of {mesh}; {instead} would do."
