@@ -103,12 +103,11 @@ PRESETS = {
         --no_tied --model_dimension 2048 --n_head 32 --n_kv_head 4 --blocks 48 --ffn_dim 6144
         --n_experts 128 --experts_per_token 8 --expert_dim 768
     """,
-    # moonshotai/Moonlight-16B-A3B, its published configuration, and the batch that it began with (arXiv:2502.16982)
+    # moonshotai/Moonlight-16B-A3B, its published configuration
     "moonlight-16b": f"""{DEEPSEEK}
         --model_dimension 2048 --vocab_size 163840 --norm_eps 1e-5 --n_head 16 --first_layers 1
         --blocks 26 --T 8192 --q_latent_dim 0 --rope_base 50000 --ffn_dim 11264 --n_experts 64
-        --experts_per_token 6 --routed_scaling 2.446 --expert_dim 1408 --global_batch_size 2048
-        --microbatch_size 2 --eval_steps 1
+        --experts_per_token 6 --routed_scaling 2.446 --expert_dim 1408 --microbatch_size 2
     """,
     # deepseek-ai/DeepSeek-V3, its published configuration, at the sequence length and with the batch of its pretraining
     "deepseek-v3-671b": f"""{DEEPSEEK}

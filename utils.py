@@ -163,7 +163,8 @@ class Data:
     train_batch_size: int = setting(0, most=WIDE)
     """Training sequences per replica and accumulation step; 0: the replicas' share of global_batch_size."""
     val_batch_size: int = setting(0, most=WIDE)
-    """Validation sequences per replica and accumulation step; 0: as many as of training."""
+    """Validation sequences per replica and batch; 0: a validation batch has global_batch_size sequences, divided as
+    those of a training step."""
     microbatch_size: int = setting(8, least=1, most=WIDE)
     """Most sequences of a microbatch on a replica, where microbatches are not given."""
     microbatches: int = setting(0, most=MANY)
@@ -231,7 +232,7 @@ class Run:
     """Batches whose gradients are accumulated for one optimizer step. If not given, more where a step would not fit in
     a device's memory."""
     eval_steps: int = setting(10, least=1)
-    """Validation batches of an evaluation, the same ones every time; each is cut up as a training step is."""
+    """Validation batches of an evaluation, the same ones every time."""
     eval_every: int = setting(100, least=1, first=True)
     """Steps between evaluations, each with one printed line."""
     eval_tasks: str = setting("")

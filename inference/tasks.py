@@ -278,7 +278,8 @@ def make_task_scorer(cfg, mesh, encoding):
     run = cfg.run
     if encoding is None:
         raise UserError("--tasks: the tokenizer of the shards is not known; give --tokenizer.")
-    batch_size = max(1, cfg.data.val_batch_size // run.n_device_axis[1])
+    dp, pp, _ = run.n_device_axis
+    batch_size = max(1, steps.val_batch_shape(cfg)[1] // (dp * pp))
     lm = TaskModel(cfg, mesh, encoding, batch_size, cfg.model.T)
     given = run.eval_tasks.split(",")
     folders = [name for name in given if "/" in name]

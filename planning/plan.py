@@ -184,10 +184,8 @@ def fitted(cfg, n, **flags):
     if train * parts != cfg.data.global_batch_size:
         return None
     try:
-        # validation is no part of the step: its batches are cut up as those of training
-        return settings.validate(
-            utils.replace(new, train_batch_size=train, val_batch_size=train), n
-        )
+        # validation is no part of the step: it takes any batch that fits
+        return settings.validate(utils.replace(new, train_batch_size=train, val_batch_size=0), n)
     except UserError:
         return None
 

@@ -5,6 +5,7 @@ import fnmatch
 import functools
 import itertools
 import json
+import math
 import os
 import random
 import re
@@ -421,8 +422,8 @@ def divided(words, n=1, **how):
 
 
 DIVIDED = {  # words, devices, and how the batch is divided
-    ("--preset tiny", 1): dict(G=16, B=16, M=8, val=16),
-    ("--preset tiny --n_device_axis 2 2 2", 8): dict(G=16, B=8, M=4, val=8),
+    ("--preset tiny", 1): dict(G=16, B=16, M=8, val=0),
+    ("--preset tiny --n_device_axis 2 2 2", 8): dict(G=16, B=8, M=4, val=0),
     ("--preset tiny --train_batch_size 6", 2): dict(G=12, B=6, M=3),
     ("--preset tiny --train_batch_size 6 --accumulation_steps 3", 2): dict(G=36, B=6, A=3),
     ("--preset tiny --accumulation_steps 4", 2): dict(G=16, B=2, A=4),
@@ -458,7 +459,7 @@ def test_a_preset_trains_on_as_many_tokens_a_step_on_every_mesh(preset):
         if n > 64 or uneven or any(size % tp for size in (m.n_head, m.kv_heads, m.T)):
             continue
         cfg = settings.settle(words.fix(n_device_axis=(dp, pp, tp)), n)
-        evaluated = cfg.run.eval_steps * settings.global_batches(utils.flatten(cfg))[1]
+        evaluated = cfg.run.eval_steps * math.prod(steps.val_batch_shape(cfg))
         batches.add((steps.tokens_per_step(cfg), evaluated))
         meshes += 1
     assert len(batches) == 1 and meshes > 20
@@ -470,7 +471,7 @@ def test_a_batch_that_a_device_has_no_room_for_is_accumulated():
     def share(cfg):
         return cfg.data.train_batch_size / 4
 
-    assert divided("--preset tiny", memory_share=share) == dict(G=16, dp=1, A=4, B=4, val=4, M=2)
+    assert divided("--preset tiny", memory_share=share) == dict(G=16, dp=1, A=4, B=4, val=0, M=2)
     assert divided("--preset tiny --n_device_axis 4 1 1", 4, memory_share=share)["A"] == 1
     assert divided("--preset tiny --accumulation_steps 2", memory_share=share)["A"] == 2
     assert divided("--preset tiny --train_batch_size 16", memory_share=share)["A"] == 1
@@ -502,7 +503,7 @@ def test_a_file_of_flags_keeps_its_global_batch_on_another_mesh(tmp_path):
     words = f"--config {path}"
     assert divided(words, 2) == divided("--preset tiny --train_batch_size 12 --microbatches 4", 2)
     assert divided(f"{words} --n_device_axis 4 1 1", 4)["G"] == 24
-    assert divided(f"{words} --accumulation_steps 3", 2) == dict(G=24, dp=2, A=3, B=4, val=4, M=2)
+    assert divided(f"{words} --accumulation_steps 3", 2) == dict(G=24, dp=2, A=3, B=4, val=0, M=2)
     assert divided(f"{words} --train_batch_size 3 --accumulation_steps 2", 2)["G"] == 12
     assert divided(f"{words} --global_batch_size 8", 2)["B"] == 4
 

@@ -231,15 +231,15 @@ def split_batch(flags, stored=None, memory_share=None):
     check_global_batch(cfg, given, stored)
     own = cfg.data.global_batch_size // dp  # sequences of a replica
     if size and "train_batch_size" in given:
-        return cut_replica(cfg, given, own // size, stored)
+        return cut_replica(cfg, given, own // size)
     if "accumulation_steps" in given:
-        return cut_replica(cfg, given, accumulation, stored)
+        return cut_replica(cfg, given, accumulation)
     fewest = math.gcd(accumulation, own // pp)
     tried = {}  # {share of the memory that it needs: Config}
     for accumulation in divisors(own // pp):
         if accumulation % fewest:
             continue
-        found = cut_replica(cfg, given, accumulation, stored)
+        found = cut_replica(cfg, given, accumulation)
         share = memory_share(found) if memory_share else 0
         tried.setdefault(share, found)
         if share <= 1:
@@ -290,17 +290,14 @@ def check_global_batch(cfg, given, stored):
         )
 
 
-def cut_replica(cfg, given, accumulation, stored):
+def cut_replica(cfg, given, accumulation):
     """`cfg` with a replica's sequences of an accumulation step, in the fewest microbatches of at most microbatch_size
     sequences that pp divides. Raises UserError where what was given does not go together."""
     d = cfg.data
     dp, pp, _ = cfg.run.n_device_axis
     parts = dp * accumulation
     train = d.global_batch_size // parts
-    val = d.val_batch_size if "val_batch_size" in given else 0
-    if not val:
-        val_total = global_batches(stored)[1] if stored else d.global_batch_size
-        val = max(1, val_total // parts)
+    val = d.val_batch_size
     fitting = [n for n in divisors(math.gcd(train, val)) if n % pp == 0]
     micro = d.microbatches if "microbatches" in given else 0
     if not micro:
@@ -309,15 +306,15 @@ def cut_replica(cfg, given, accumulation, stored):
     if micro not in fitting:
         those = ["microbatches", "val_batch_size", "train_batch_size", "accumulation_steps"]
         flag = next((flag for flag in those if flag in given), "n_device_axis")
+        sequences = f"{train} training and {val} validation" if val else train
         could = ", ".join(map(str, fitting[:5])) or "no number"
         raise UserError(
-            f"--{flag} {flatten(cfg)[flag]}: a replica's {train} training and {val} validation sequences cannot be "
-            f"divided into {micro} microbatches on pp {pp} stages; {could} would do."
+            f"--{flag} {flatten(cfg)[flag]}: a replica's {sequences} sequences cannot be divided into {micro} "
+            f"microbatches on pp {pp} stages; {could} would do."
         )
     return replace(
         cfg,
         train_batch_size=train,
-        val_batch_size=val,
         microbatches=micro,
         accumulation_steps=accumulation,
     )
@@ -367,8 +364,9 @@ def prompt_ids(cfg, encoding):
 
 def global_batches(stored):
     """Sequences of a training step and of a validation batch, on all devices, of a run's {flag: value}."""
-    replicas = stored["n_device_axis"][0] * stored["accumulation_steps"]
-    return stored["train_batch_size"] * replicas, stored["val_batch_size"] * replicas
+    dp = stored["n_device_axis"][0]
+    total = stored["train_batch_size"] * dp * stored["accumulation_steps"]
+    return total, stored["val_batch_size"] * dp or total
 
 
 def resume(flags, stored):
@@ -384,13 +382,15 @@ def resume(flags, stored):
             f"--name {r.name}: this run holds weights alone; begin another from them with --init_from {r.folder}."
         )
     check_stored(stored, r.folder, NEEDED_TO_RESUME)
-    total, _ = global_batches(stored)
+    total, val_total = global_batches(stored)
     if "global_batch_size" in flags.given and flags.cfg.data.global_batch_size != total:
         raise UserError(
             f"--global_batch_size {flags.cfg.data.global_batch_size}: run {r.name} exists and has {total}; give that, "
             f"or another --name."
         )
     flags = flags.fix(global_batch_size=total)
+    if stored["val_batch_size"]:
+        flags = flags.follow(val_batch_size=max(1, val_total // r.n_device_axis[0]))
     if r.n_device_axis == tuple(stored["n_device_axis"]) and not flags.given & SPLIT:
         flags = flags.fix(**{flag: stored[flag] for flag in SPLIT & stored.keys()})
     return flags

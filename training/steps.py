@@ -192,6 +192,14 @@ def batch_shape(cfg):
     return (cfg.run.accumulation_steps, M, B, cfg.model.T)
 
 
+def val_batch_shape(cfg):
+    """(parts that are evaluated one after another, sequences of each on all devices) of a validation batch."""
+    dp = cfg.run.n_device_axis[0]
+    if cfg.data.val_batch_size:
+        return 1, cfg.data.val_batch_size * dp
+    return cfg.run.accumulation_steps, cfg.data.train_batch_size * dp
+
+
 def tokens_per_step(cfg):
     """Tokens of a training step on the whole mesh."""
     return math.prod(batch_shape(cfg))
@@ -214,9 +222,9 @@ def lower_train_step(cfg, mesh, optimizer, schedule, abstract):
 def make_evaluate(cfg, mesh, corpus):
     """`evaluate(params)` -> {"loss/val_loss", "loss/val_cross_entropy_loss"} over eval_steps batches drawn from all
     validation shards: the same batches every time, whatever --seed. Raises UserError where there is less than one."""
+    n_parts, B = val_batch_shape(cfg)
     M = cfg.data.microbatches
-    B = cfg.data.val_batch_size * cfg.run.n_device_axis[0]  # sequences at once
-    batch_size = B * cfg.run.accumulation_steps
+    batch_size = n_parts * B
     n_batches = min(cfg.run.eval_steps, corpus.n_sequences // batch_size)
     if not n_batches:
         raise UserError(
@@ -228,7 +236,7 @@ def make_evaluate(cfg, mesh, corpus):
             f"validation: {corpus.folder} holds {n_batches} batches of {batch_size} sequences, so --eval_steps is "
             f"{n_batches}"
         )
-    n_parts = n_batches * cfg.run.accumulation_steps
+    n_parts *= n_batches
     loss = jax.jit(model.make_loss(cfg, mesh, train=False))
     order = functools.partial(corpus.sequences, seed=0)
 
