@@ -484,13 +484,13 @@ def test_a_mesh_that_cannot_share_the_batch_gets_a_sentence():
     mesh = "which dp x pp = 6 of the mesh (dp, pp, tp) = (6, 1, 1) must divide"
     said = (
         f"--preset moe-1.6b has 128 sequences a step, {mesh}",
-        "give --n_device_axis 4 1 1 on 4 devices.",
+        "; give --n_devices 4 --n_device_axis 4 1 1.",
     )
     refusal(lambda: divided(words, 6), *said)
     words += " --global_batch_size 9"
     said = (
         "--global_batch_size 9: must be a multiple of dp x pp = 6 ",
-        " 3 1 2 on 6 devices would do.",
+        "; give --n_device_axis 3 1 2.",
     )
     refusal(lambda: divided(words, 6), *said)
 

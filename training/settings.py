@@ -260,19 +260,10 @@ def check_global_batch(cfg, given, stored):
         whose = "--global_batch_size"
     if total % (dp * pp):
         mesh = f"dp x pp = {dp * pp} of the mesh (dp, pp, tp) = ({dp}, {pp}, {tp})"
-        pp = 1 if total % pp else pp
-        even = math.gcd(dp, total // pp)
-        rest = dp // even * tp  # of the devices, all of which are used where tp can be this
-        if cfg.model.n_head % rest == 0 and cfg.model.T % rest == 0:
-            dp, tp = even, rest
-        else:
-            dp = max(n for n in range(1, dp + 1) if total % (n * pp) == 0)
-        instead = f"--n_device_axis {dp} {pp} {tp} on {dp * pp * tp} devices"
-        raise UserError(
-            f"{whose} {total}: must be a multiple of {mesh}; {instead} would do."
-            if whose == "--global_batch_size"
-            else f"{whose} has {total} sequences a step, which {mesh} must divide; give {instead}{other}."
-        )
+        said = f"{whose} has {total} sequences a step, which {mesh} must divide"
+        if whose == "--global_batch_size":
+            said = f"{whose} {total}: must be a multiple of {mesh}"
+        raise UserError(f"{said}; give {even_mesh(cfg)}{other}.")
     parts = {
         "train_batch_size": d.train_batch_size,
         "accumulation_steps": cfg.run.accumulation_steps,
@@ -288,6 +279,24 @@ def check_global_batch(cfg, given, stored):
             f"--{flag} {parts[flag]}: {words} (dp) is {product} but must {must} the {total} sequences a step that "
             f"{whose} has; leave the flag out{other}."
         )
+
+
+def even_mesh(cfg):
+    """Flags of a mesh like that of `cfg` whose dp x pp divides the global batch: on all of its devices where heads and
+    sequence can be divided among more, else on fewer."""
+    total = cfg.data.global_batch_size
+    dp, pp, tp = cfg.run.n_device_axis
+    n = dp * pp * tp
+    if total % pp:
+        dp, pp = dp * pp, 1
+    even = math.gcd(dp, total // pp)
+    rest = dp // even * tp
+    if cfg.model.n_head % rest == 0 and cfg.model.T % rest == 0:
+        dp, tp = even, rest
+    else:
+        dp = max(fewer for fewer in range(1, dp + 1) if total % (fewer * pp) == 0)
+    fewer = dp * pp * tp
+    return f"--n_devices {fewer} " * (fewer != n) + f"--n_device_axis {dp} {pp} {tp}"
 
 
 def cut_replica(cfg, given, accumulation):
