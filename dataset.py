@@ -24,7 +24,7 @@ from collectives import BATCH_SPEC
 from data import manifest
 from data.storage import Cache, Shard, list_shards
 from data.tokenization import content_sha256, load_tokenizer, shards_tokenizer
-from runtime.files import is_remote
+from runtime.files import is_remote, names_in
 from runtime.messages import UserError
 
 WINDOW = 1 << 30  # tokens whose sequences are shuffled together; they are of few shards
@@ -41,6 +41,18 @@ def instead(folder):
     root, split = os.path.split(folder)
     if near := sorted(glob.glob(f"{glob.escape(root)}/*/{split}/*.npy")):
         return f"give a folder in it, such as {os.path.dirname(os.path.dirname(near[0]))}"
+    above, name = os.path.split(root)
+    names = [n for n in names_in(root) if n[0] != "."]
+    base = above if names == [name] else root  # of a file it is the file's own
+    if any(name.endswith(".npy") for name in names):
+        if name in ("train", "val"):
+            return f"give the folder above, {above or '.'}"
+        return f"move the .npy files in {base} to {base}/train and {base}/val, each to its split"
+    if any(name.endswith(".bin") for name in names):
+        return (
+            f"shards are .npy files in {base}/train and {base}/val, of one row of token ids each, as "
+            "numpy.save(SHARD, numpy.fromfile(BIN, 'uint16')) makes them of nanoGPT's .bin"
+        )
     has_files = glob.glob(f"{glob.escape(root)}/*.*") and not os.path.exists(f"{root}/train")
     if os.path.isfile(root) or has_files:
         return f"bash run.sh local --data {root} makes shards of its text and trains on them"

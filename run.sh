@@ -21,7 +21,7 @@ tokenizer trained on it) and starts main.py with these flags where they are not 
   --n_devices 8 --n_device_axis 2 2 2     without an accelerator: simulated devices; as many as a given
                                           --n_device_axis needs
 
---data may also name text, a file or a folder of it (.txt, .md, .jsonl, .parquet, also .gz and .zst), as in: bash run.sh
+--data may also name text, a file or a folder of it (.txt, .md, .jsonl, .parquet and others), as in: bash run.sh
 local --data input.txt. It is tokenized into data/shards/NAME, here data/shards/input, with a tokenizer that is trained
 on it where --tokenizer is not given, and the run has that NAME.
 
@@ -133,7 +133,12 @@ gave() { [[ $given == *" $1 "* ]]; }
 
 # is_text PATH: whether it is a local file, or a folder without shards.
 is_text() {
-  [[ -f $1 ]] || { [[ -d $1 ]] && ! compgen -G "$1/train/*.npy" >/dev/null && ! compgen -G "$1/*/train/*.npy" >/dev/null; }
+  local shards
+  [[ ! -f $1 ]] || return 0
+  shopt -s nullglob
+  shards=("$1"/train/*.npy "$1"/*/train/*.npy)
+  shopt -u nullglob
+  [[ -d $1 ]] && ((${#shards[@]} == 0))
 }
 
 # make_corpus SOURCE BUCKET RANKS: tokenize SOURCE into BUCKET, unless its shards are there, with --tokenizer or one

@@ -14,10 +14,10 @@ class Source:
     """Flags that name a source of text."""
 
     source: str = flag(MISSING, path=True)
-    """A text file, a folder of them, read recursively, or a quoted glob, each file (also .gz, .zst) being a document; a
-    file, a folder or a quoted glob of .jsonl, .jsonl.gz, .jsonl.zst or .parquet, local or remote, each record being a
-    document; a dataset of the Hugging Face hub, ORGANISATION/NAME; or stdlib: the .py files of Python's standard
-    library."""
+    """A text file, a folder of them, read recursively, or a quoted glob, each file being a document; a file, a folder
+    or a quoted glob of lines of JSON (.jsonl, .ndjson, .json), .json, .csv, .tsv or .parquet, local or remote, each
+    record being a document; all but .parquet also as .gz, .bz2, .xz or .zst; a dataset of the Hugging Face hub,
+    ORGANISATION/NAME; or stdlib: the .py files of Python's standard library."""
     config: str | None = None
     """Configuration of a dataset of the hub, such as sample-10BT."""
     split: str = "train"

@@ -21,13 +21,15 @@ KEPT = re.compile(r"[0-9a-f]{40}-\d{1,9}(\.[0-9a-f]{16}\.part)?")
 
 
 def list_shards(folder):
-    """{name: what the storage says of it} of the .npy files in a folder, local or remote; {} where there is none."""
+    """{name: what the storage says of it} of the .npy files in a folder, local or remote, but for hidden ones, such as
+    the ._000000.npy that macOS puts beside 000000.npy; {} where there is none."""
     try:
         infos = ask(folder, "ls", detail=True)
     except (FileNotFoundError, NotADirectoryError):
         return {}
     found = {os.path.basename(info["name"]): info for info in infos}
-    return {name: found[name] for name in sorted(found) if name.endswith(".npy")}
+    shards = [name for name in sorted(found) if name.endswith(".npy") and name[0] != "."]
+    return {name: found[name] for name in shards}
 
 
 class Cache:
@@ -110,8 +112,15 @@ class Shard:
         """(position of the first token, dtype, number of tokens)."""
         try:
             f = io.BytesIO(self._read_bytes(0, min(self.size, BLOCK, 4096)).tobytes())
-            np.lib.format.read_magic(f)
-            shape, _, dtype = np.lib.format.read_array_header_1_0(f)
+            version = np.lib.format.read_magic(f)
+            # 3.0 differs from 2.0 in the encoding of names, which rows of numbers have not
+            is_first = version == (1, 0)
+            read = (
+                np.lib.format.read_array_header_1_0
+                if is_first
+                else np.lib.format.read_array_header_2_0
+            )
+            shape, _, dtype = read(f)
         except (ValueError, OSError) as e:
             raise self._damaged(f"it is no .npy file: {e}") from None
         if len(shape) != 1 or dtype.kind not in "ui":

@@ -66,7 +66,8 @@ def main():
     source = Path(args.source).resolve()
     output = Path(args.output).resolve()
     above = [output, *output.parents]
-    if local and any(path == source or path.match(str(source)) for path in above):
+    is_glob = not source.exists()
+    if local and any(path == source or (is_glob and path.match(str(source))) for path in above):
         raise UserError(
             f"--output {args.output}: must not lie in --source {args.source}, whose files are documents."
         )

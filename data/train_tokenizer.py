@@ -33,7 +33,7 @@ def sample(source):
     """Texts to train on: of all files, or of the first SAMPLE_BYTES of records, the first ones by the hash of their
     names. They hold nothing of what data/tokenize_shards.py holds out by default."""
     validation = choose_validation(source, VAL_FRACTION)
-    documents, size = [], 0
+    documents, size = [], 0  # in bytes
     for document in source.read({}):
         documents.append(document)
         if document.text is not None:
@@ -41,13 +41,14 @@ def sample(source):
         if size >= SAMPLE_BYTES:
             break
     documents.sort(key=lambda document: hashlib.sha256(os.fsencode(document.name)).digest())
-    texts, size = [], 0  # in bytes
+    texts, size = [], 0
     for document in documents:
         if size >= SAMPLE_BYTES:
             break
         text, _ = divide(text_of(document, source.skip), VAL_FRACTION, validation)
-        texts.append(text[: SAMPLE_BYTES - size])
-        size += len(text.encode())
+        content = text.encode()[: SAMPLE_BYTES - size]
+        texts.append(content.decode(errors="ignore"))  # of a character that is cut
+        size += len(content)
     return texts
 
 

@@ -55,7 +55,8 @@ HINTS = {  # nanoGPT's words for --init_from
 def hint(folder):
     """What follows the message that `folder` holds no model: what was meant, where that can be told."""
     parent = os.path.dirname(os.path.abspath(folder))
-    around = [parent, os.path.dirname(parent), *glob.glob(f"{parent}/*"), *glob.glob(f"{folder}/*")]
+    beside, inside = (glob.glob(f"{glob.escape(at)}/*") for at in (parent, folder))
+    around = [parent, os.path.dirname(parent), *beside, *inside]
     runs = [os.path.relpath(path) for path in around if os.path.isfile(f"{path}/config.json")]
     other = f"; there is {runs[0]}" if runs else ""
     if not runs and re.fullmatch(r"[\w.-]+/[\w.-]+", folder):

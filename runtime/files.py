@@ -92,7 +92,7 @@ def names_in(folder):
     """Names of what a local folder or remote address holds; none where it is not there."""
     try:
         paths = ask(folder, "ls", detail=False)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     return [os.path.basename(path.rstrip("/")) for path in paths]
 

@@ -25,25 +25,28 @@ import data.encoding
 import data.output
 import data.workers
 from data import splits, tokenization, tokenize_shards, train_tokenizer
+from data.command_line import Source as Options
 from data.sources import files as source_files
 from data.sources import text as source_text
 from data.sources.base import Source
 from data.sources.files import stdlib_documents
+from data.sources.kinds import open_source
 from runtime import files, locks, messages
 
 HOSTILE_FILES = {
     "specials.txt": b"<|endoftext|><|endoftext|> <|fim_prefix|>x<|im_start|>",
     "empty.txt": b"",
     "nested/deeper/empty": b"",
-    "invalid.bin": b"\xff\xfe latin \xe9t\xe9, half a character: \xf0\x9f\x98",
+    "invalid.bin": b"\xff\xfe latin \xe9t\xe9, half a character: \xf0\x9f\x98"
+    + b" and plain words" * 3,
     "emoji.md": "👩‍👩‍👧‍👦 naïve 한국어 العربية 𝔘𝔫𝔦 é\u200b\ufeff".encode(),
     "replacement character.txt": "legal: \ufffd".encode(),
-    "nul.txt": b"\0a\0\0b\0",
+    "nul.txt": b"\0a\0\0b\0" + b" and plain words" * 5,
     "nested/line ends.txt": b"a\r\nb\rc\n\n\n  d\t \n   ",
     "bom.txt": b"\xef\xbb\xbfwith a mark",
     "utf-16.txt": "\ufeffnaïve text of Windows".encode("utf-16-le"),
     "big-endian.txt": "\ufeffand of others".encode("utf-16-be"),
-    "latin-1.txt": "déjà vu".encode("latin-1"),
+    "latin-1.txt": "déjà vu, en un mot comme en cent".encode("latin-1"),
     "zipped.txt.gz": gzip.compress(b"not much"),
 }
 HIDDEN = {".hidden.txt": b"not a document", ".git/config": b"nor this", "nested/.cache/x": b"no"}
@@ -527,6 +530,24 @@ def test_training(run, tmp_path):
     path.write_bytes(b"notes")
     refused(run(train_tokenizer, *flags), f"--output {path}: is there")
     assert path.read_bytes() == b"notes"
+
+
+@pytest.mark.parametrize("kind", ["", ".jsonl"])
+def test_the_sample_to_train_on_is_measured_in_bytes(tmp_path, monkeypatch, kind):
+    """Of files and of records, whatever the script; no character is cut in two."""
+    monkeypatch.setattr(train_tokenizer, "SAMPLE_BYTES", 10_000)
+    texts = [f"{i} " + letter * 4000 for i, letter in enumerate("aé中😀" * 5)]
+    write(tmp_path / f"in{kind}", texts)
+    source = open_source(Options(str(tmp_path / f"in{kind}"), text_column="body"))
+    read = []
+    monkeypatch.setattr(
+        source, "read", lambda at, all=source.read: (read.append(d) or d for d in all(at))
+    )
+    sampled = train_tokenizer.sample(source)
+    assert 9_990 < sum(len(text.encode()) for text in sampled) <= 10_000
+    assert all(any(text.startswith(part) for text in texts) for part in sampled)
+    if kind:  # no more records are read than that takes, the second time: the first one chose the validation
+        assert sum(len(d.text.encode()) for d in read[len(texts) :]) < 10_000 + 16_010
 
 
 def test_tiktoken_encodes_as_the_training_library(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """The order of sequences: a pure function of shards, seed and number, whatever the mesh and however a batch is cut."""
 
 import hashlib
+import io
 import json
 import re
 import shutil
@@ -8,6 +9,7 @@ import threading
 from functools import partial
 from types import SimpleNamespace
 
+import fsspec
 import jax
 import numpy as np
 import pytest
@@ -284,6 +286,63 @@ def test_bad_shards_are_named(tmp_path):
     assert "is no .npy file" in refused(tmp_path)
     np.save(path, np.zeros((3, 100), np.uint16))
     assert "one row" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
+def test_every_version_of_npy_is_read(tmp_path, version):
+    """And what macOS puts beside a shard is none."""
+    (tmp_path / "train").mkdir()
+    ids = np.random.default_rng(0).integers(0, 200, 1000).astype(np.uint16)
+    with open(tmp_path / "train/000000.npy", "wb") as file:
+        np.lib.format.write_array(file, ids, version)
+    (tmp_path / "train/._000000.npy").write_bytes(b"\0\5\x16\7\0\2\0\0Mac OS X")
+    corpus = dataset.Corpus(small_config(vocab_size=200), str(tmp_path), "train")
+    rows = corpus.read(np.arange(corpus.n_sequences), np.arange(1))
+    assert np.array_equal(rows[:, :-1].ravel(), ids[: rows[:, :-1].size])
+
+
+def test_hidden_files_are_not_beside_a_manifest(described):
+    (described / "train/._000000.npy").write_bytes(b"\0\5\x16\7\0\2\0\0Mac OS X")
+    assert open_described(described).n_sequences
+
+
+def test_other_layouts_are_told_what_is_expected(tmp_path, monkeypatch):
+    """Shards in the root, as of edu_fineweb10B, the shard itself, one split of them, and nanoGPT's .bin."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("root/edufineweb_val_000000.npy", "whole/train/000000.npy"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        np.save(tmp_path / name, np.arange(99, dtype=np.uint16))
+    (tmp_path / "openwebtext").mkdir()
+    for name in ("train.bin", "val.bin", "meta.pkl"):
+        (tmp_path / "openwebtext" / name).write_bytes(bytes(99))
+    for data, *words in [
+        ("root", "move the .npy files in root to root/train and root/val"),
+        ("root/edufineweb_val_000000.npy", "move the .npy files in root to root/train and"),
+        ("whole/train", "give the folder above, whole"),
+        ("openwebtext", "openwebtext/train and openwebtext/val", "fromfile(BIN, 'uint16')"),
+        ("openwebtext/train.bin", "openwebtext/train and openwebtext/val", "fromfile("),
+    ]:
+        said = refused(data)
+        assert "no shards" in said and "run.sh" not in said and all(w in said for w in words), said
+    assert "data/prepare.py" in refused("openwebtext/train.bin/none")
+
+
+@pytest.mark.parametrize("address", ["{}", "memory://layouts"])
+def test_a_path_that_exists_is_no_glob(tmp_path, address):
+    """Of --data and of the folders that --mix names in it."""
+    place, fs = fsspec.core.url_to_fs(address.format(tmp_path))[::-1]
+    for name, token in {"a[1]": 1, "a1": 2}.items():
+        file = io.BytesIO()
+        np.save(file, np.full(99, token, np.uint16))
+        fs.makedirs(f"{place}/{name}/train", exist_ok=True)
+        fs.pipe_file(f"{place}/{name}/train/0.npy", file.getvalue())
+    data = address.format(tmp_path)
+    flags = dict(cache_dir=str(tmp_path / "cache"), vocab_size=9)
+    for mixed in (dict(data=f"{data}/a[1]"), dict(data=data, mix="a[1]:1")):
+        mixture = dataset.Mixture(small_config(**flags, **mixed), "train")
+        assert set(mixture.corpora[0].sequences(np.arange(2), 0).ravel()) == {1}
+    assert "such as" in refused(data) or "memory" in address
+    assert "a[1]" not in dataset.instead(f"{tmp_path}/a[0-9]/train")
 
 
 # --- Manifests --------------------------------------------------------------------------------------------------

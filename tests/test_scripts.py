@@ -186,6 +186,10 @@ def test_run_trains_on_text_that_data_names(repository):
         assert train[1:] == added.split()
         tokenize, _ = repository.run(f"--data={text}", "--tokenizer", "gpt2")
         assert tokenize[4:] == [f"{shards}-gpt2", "--tokenizer", "gpt2"]
+    for name in ("a[1]/a.md", "a1/train/0.npy"):  # a path that exists is no glob
+        (root / name).parent.mkdir(parents=True)
+        (root / name).write_text("text")
+    assert len(repository.run("--data", "a[1]")) == 3 and len(repository.run("--data", "a1")) == 1
     (root / "books/x/train").mkdir(parents=True)
     (root / "books/x/train/0.npy").touch()
     assert len(repository.run("--data", "books")) == 1

@@ -1,9 +1,16 @@
 """Sources however they are: damaged, duplicated, of few or too long documents, files of all kinds."""
 
+import bz2
+import csv
 import gzip
+import io
 import json
+import lzma
+import pickle
 import random
 import shutil
+import tarfile
+import zipfile
 
 import fsspec
 import numpy as np
@@ -31,7 +38,10 @@ from test_data_programs import writes as writes  # a fixture
 from data import command_line, splits, tokenization, train_tokenizer
 from data.sources import files
 from data.sources import text as source_text
-from data.sources.kinds import open_source
+from data.sources.contents import look
+from data.sources.kinds import KINDS, open_source
+from runtime.messages import UserError
+from tools import evaluate
 
 
 def texts_in(output, ranks_file):
@@ -341,3 +351,302 @@ def test_a_dataset_of_the_hub(tokenize, ranks_file, tmp_path, monkeypatch):
     assert of_the_hub.items() <= manifests(tmp_path / "out")[0].items()
     for flag, value in (("config", "none"), ("split", "nothing")):
         refused(tokenize("someone/texts", "out", *asked, f"--{flag}", value), f"--{flag} {value}")
+
+
+# --- What files hold, whatever they are called ---------------------------------------------------------------------
+
+STORIES = [{"body": f'story {i}, "é"\nand more', "id": i} for i in range(3)]
+LINES = "".join(json.dumps(story) + "\n" for story in STORIES).encode()
+ARRAY = json.dumps(STORIES).encode()
+OBJECTS = [json.dumps(story, indent=1).encode() for story in STORIES]
+
+
+def separated(delimiter, names=("body", "id")):
+    file = io.StringIO()
+    rows = [names, *(story.values() for story in STORIES)]
+    csv.writer(file, delimiter=delimiter).writerows(rows)
+    return file.getvalue().encode()
+
+
+HOLD_RECORDS = {  # {name of a file: its content}, each of the STORIES
+    "c4-train.00000.json.gz": gzip.compress(LINES),
+    "data.json": LINES,
+    "c4.JSON.ZST": COMPRESS[".zst"](LINES),
+    "some.ndjson": LINES,
+    "some.jl.xz": lzma.compress(LINES),
+    "some.JSONL": LINES,
+    "some.Jsonl.Gz": gzip.compress(LINES),
+    "some.json.bz2": bz2.compress(LINES),
+    "RC_2012-01.zst": COMPRESS[".zst"](LINES),
+    "lines.txt": LINES,
+    "lines": LINES,
+    "windows.json": b"\xef\xbb\xbf" + LINES.replace(b"\n", b"\r\n"),
+    "blank.json": b"\n \n\r\n" + LINES,
+    "blank.txt": b"\n \n\r\n" + LINES,
+    "wide.json": LINES.decode().encode("utf-16"),
+    "array.json": ARRAY,
+    "array.txt": ARRAY,
+    "pretty.json.gz": gzip.compress(json.dumps(STORIES, indent=2).encode()),
+    "objects.json": b"\n".join(OBJECTS),
+    "rows.csv": separated(","),
+    "rows.CSV.gz": gzip.compress(separated(",")),
+    "rows.tsv": separated("\t"),
+}
+
+
+def texts_of(source, **flags):
+    """The texts of a source's documents, in order."""
+    opened = open_source(command_line.Source(str(source), text_column="body", **flags))
+    return [source_text.read_text(document)[0] for document in opened.read({})]
+
+
+def error_of(source, **flags):
+    """The sentence that refuses a source."""
+    with pytest.raises(UserError) as raised:
+        texts_of(source, **flags)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("name", HOLD_RECORDS)
+def test_records_are_told_by_what_a_file_holds(name, tmp_path):
+    """In a folder and alone, here and remote, in every program; from any record on."""
+    write_files(tmp_path, {f"in/{name}": HOLD_RECORDS[name]})
+    wanted = [story["body"] for story in STORIES]
+    address = f"memory://records/{name}"
+    fsspec.filesystem("memory").pipe_file(f"/records/{name}", HOLD_RECORDS[name])
+    for source in (tmp_path / "in", tmp_path / "in" / name, address):
+        assert texts_of(source) == wanted
+        assert list(evaluate.texts(str(source), "body")) == wanted
+    source = open_source(command_line.Source(address, text_column="body"))
+    learned = sorted(train_tokenizer.sample(source))
+    assert all(text.startswith(part) for text, part in zip(wanted, learned, strict=True))
+    positions = [source.position for _ in source.read({})]
+    for i, position in enumerate(positions, 1):
+        assert [source.position for _ in source.read(position)] == positions[i:]
+
+
+def test_one_record_in_each_file(tmp_path):
+    files = {f"{i}.json": content for i, content in enumerate(OBJECTS)} | {"README.md": b"about"}
+    write_files(tmp_path, files)
+    assert texts_of(tmp_path) == ["about", *(story["body"] for story in STORIES)]
+
+
+OTHER = LINES.replace(b'"body"', b'"content"')
+OF_OTHER_COLUMNS = {  # {name of a file: (its content, a word of the sentence)}
+    "data.json": (OTHER, "it has content, id"),
+    "data.txt": (OTHER, "it has content, id"),
+    "array.json": (json.dumps([{"content": "x"}]).encode(), "it has content"),
+    "object.json": (
+        json.dumps({"version": 1, "data": STORIES}, indent=1).encode(),
+        "version, data",
+    ),
+    "one line.json": (b'{"content": "x"}', "it has content"),
+    "rows.csv": (separated(",", ("a", "b")), "it has a, b"),
+    "torn.json": (ARRAY[:-9], "holds no JSON objects"),
+    "torn.txt": (json.dumps(STORIES, indent=1).encode()[:-9], "holds no JSON objects"),
+    "strings.json": (b'["a", "b"]', "holds no JSON objects"),
+    "a.ipynb": (json.dumps({"cells": []}, indent=1).encode(), "it has cells"),
+}
+
+
+@pytest.mark.parametrize("name", OF_OTHER_COLUMNS)
+def test_records_of_other_columns_are_no_prose(name, tmp_path):
+    """Refused, also beside notes."""
+    held, word = OF_OTHER_COLUMNS[name]
+    write_files(tmp_path, {name: held, "README.md": b"# about it", "LICENSE": b"free"})
+    for source in (tmp_path, tmp_path / name):
+        said = error_of(source)
+        assert "--text_column body" in said and name in said and word in said
+
+
+def test_source_code_stays_text(tmp_path, capsys):
+    """With its .json and .csv files, which are no records there; with pictures it is read without these."""
+    files = {
+        "a.py": b"print()\n",
+        "package.json": json.dumps({"name": "a", "version": "1"}, indent=1).encode(),
+        "tsconfig.json": b'{\n // a comment\n "strict": true,\n}',
+        "en.json": b'{"body": "Text"}',
+        "people.json": b'[{"name": "A"}]',
+        "table.csv": b"a,b\n1,2\n",
+        "a.js.map": b'{"version": 3, "sources": []}',
+    }
+    write_files(tmp_path, files | {"docs/logo.png": PICTURE})
+    assert sorted(texts_of(tmp_path)) == sorted(held.decode() for held in files.values())
+    assert "left out: 1 binary file" in capsys.readouterr().err
+
+
+def test_text_that_begins_as_json_does(tmp_path):
+    texts = [
+        '{\n "title": "x"\n}\n\nA page.\n',
+        "{\\bf TeX}\n{\\it it}",
+        "[1] A book\n[2] One more",
+    ]
+    write_files(tmp_path, {f"{i}.txt": text.encode() for i, text in enumerate(texts)})
+    assert texts_of(tmp_path) == texts
+
+
+def test_rows_that_do_not_fit(tmp_path):
+    """A cell that is not quoted, and a quotation mark out of place, would change the texts in silence."""
+    write_files(tmp_path, {"a.csv": b"body,id\nx,1\ny, and more,2\nz,3\n"})
+    assert "row 2 of" in error_of(tmp_path / "a.csv")
+    source = open_source(
+        command_line.Source(str(tmp_path / "a.csv"), text_column="body", skip_damaged=True)
+    )
+    assert [d.lost or d.text for d in source.read({})] == ["x", "damaged_records", "z"]
+    write_files(tmp_path, {"b.tsv": b'body\tid\n"quoted" once\t1\n'})
+    assert "b.tsv cannot be read" in error_of(tmp_path / "b.tsv")
+
+
+@pytest.mark.parametrize("name", ["a.warc", "a.warc.gz", "a.wet.gz", "a.txt"])
+def test_web_archives_are_refused(name, tmp_path):
+    held = b"WARC/1.0\r\nWARC-Type: warcinfo\r\n\r\n"
+    held = COMPRESS.get("." + name.rpartition(".")[2], bytes)(held)
+    write_files(tmp_path, {name: held, "b.txt": b"text"})
+    for source in (tmp_path, tmp_path / name):
+        assert f"{name} is a web archive" in error_of(source)
+
+
+def saved_as(save, *args):
+    file = io.BytesIO()
+    save(file, *args)
+    return file.getvalue()
+
+
+def archive(file):
+    with tarfile.open(fileobj=file, mode="w") as made:
+        entry = tarfile.TarInfo("a.txt")
+        entry.size = len(PROSE)
+        made.addfile(entry, io.BytesIO(PROSE))
+
+
+def zipped(file):
+    with zipfile.ZipFile(file, "w") as made:
+        made.writestr("a.txt", PROSE)
+
+
+def arrow(file):
+    table = pa.table({"body": [PROSE.decode()] * 9})
+    with pa.ipc.new_stream(file, table.schema) as made:
+        made.write_table(table)
+
+
+PROSE = b"plain words of some length, " * 300
+NOISE = random.Random(1).randbytes(900)
+PICTURE = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\1\0\0\0\1\0\x08\2\0\0\0" + NOISE
+IDS = np.random.default_rng(1).integers(0, 50257, 900).astype(np.uint16)
+HOLD_NO_TEXT = {  # the longest of them is mostly text
+    "a.png": PICTURE,
+    "a.npy": saved_as(np.save, IDS),
+    "few.npy": saved_as(np.save, np.arange(9)),
+    "train.bin": IDS.tobytes(),
+    "a.arrow": saved_as(arrow),
+    "a.zip": saved_as(zipped),
+    "a.tar": saved_as(archive),
+    "a.tar.gz": gzip.compress(saved_as(archive)),
+    "a.pdf": b"%PDF-1.4\n" + b"1 0 obj << /Type /Catalog >> endobj\n" * 99,
+    "a.pkl": pickle.dumps([PROSE.decode()]),
+    "a.tfrecord": (b"\x90\x1f\0\0\0\0\0\0\xa1\xb2\xc3\xd4\n\x9e\x1f" + PROSE) * 2,
+}
+
+
+@pytest.mark.parametrize("name", HOLD_NO_TEXT)
+def test_binary_files_are_no_text(name, tmp_path, capsys):
+    """Left out and told beside text, refused where there is none, whatever their names are."""
+    for at in (name, "data.txt.gz" if name.endswith(".gz") else "data.txt"):
+        folder = tmp_path / at
+        write_files(folder, {at: HOLD_NO_TEXT[name]})
+        for source in (folder, folder / at):
+            assert f"{at}: is not UTF-8 text" in error_of(source)
+        write_files(folder, {"text.md": b"some text"})
+        capsys.readouterr()
+        assert texts_of(folder) == ["some text"]
+        assert f"left out: 1 binary file (such as {folder / at})" in capsys.readouterr().err
+    write_files(tmp_path / "two", {"a.npy": HOLD_NO_TEXT["a.npy"], "b.bin": NOISE})
+    said = error_of(tmp_path / "two")
+    assert "none of its 2 files is text (.bin, .npy)" in said and "X/train and X/val" in said
+
+
+GARBLED = [
+    "plain words\n",
+    "Привет, мир. \n",
+    "中文字符，测试。\n",
+    "日本語のひらがなです。\n",
+    "한국어 글\n",
+]
+
+
+def test_text_in_other_encodings(tmp_path, capsys):
+    """Of UTF-16 and UTF-32 without a mark, and of one byte: refused, also beside text, where it is more than a few
+    files; a few are left out and told."""
+    encodings = ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"]
+    cases = [(encoding, text * 9) for encoding in encodings for text in GARBLED]
+    for encoding, text in [*cases, ("cp1251", GARBLED[1] * 9), ("koi8-r", GARBLED[1] * 9)]:
+        write_files(tmp_path, {"a.txt": text.encode(encoding), "b.txt": b"more"})
+        for source in (tmp_path, tmp_path / "a.txt"):
+            assert "a.txt: is not UTF-8 text; convert it" in error_of(source), (encoding, text)
+    write_files(tmp_path, {f"{i}.py": b"pass" for i in range(9)})
+    capsys.readouterr()
+    assert texts_of(tmp_path) == ["pass"] * 9 + ["more"]
+    assert f"left out: 1 file (such as {tmp_path}/a.txt), not UTF-8" in capsys.readouterr().err
+    # what only the rest of a file tells
+    write_files(tmp_path, {"b.txt": PROSE * 9 + NOISE * 99})
+    assert "b.txt: is not UTF-8 text" in error_of(tmp_path)
+
+
+@pytest.mark.parametrize("ending", [".gz", ".bz2", ".xz", ".zst", ".ZSTD", ".Gz"])
+def test_compressed_files(ending, tmp_path):
+    """Of several parts; torn, they are refused. Zeros behind a .gz are its padding."""
+    compress = dict(COMPRESS) | {".bz2": bz2.compress, ".xz": lzma.compress}
+    compress = compress.get(ending.lower(), COMPRESS[".zst"])
+    held = compress(b"one ") + compress(b"two")
+    write_files(tmp_path, {f"a.txt{ending}": held})
+    assert texts_of(tmp_path) == ["one two"]
+    write_files(tmp_path, {f"a.txt{ending}": held[:-9]})
+    assert f"a.txt{ending} cannot be read" in error_of(tmp_path)
+    if ending == ".gz":
+        write_files(tmp_path, {"a.txt.gz": held + bytes(512)})
+        assert texts_of(tmp_path) == ["one two"]
+
+
+def test_a_zstd_window_that_is_too_large_is_named(tmp_path):
+    """By the window's byte, as in streams, or by the size of all, as of files, both as zstd --long writes them."""
+    magic = b"\x28\xb5\x2f\xfd"
+    headers = [magic + bytes([0x04, 21 << 3]), magic + b"\xe0" + (2**31).to_bytes(8, "little")]
+    for header in headers:
+        for name in ("RC_2012-01.zst", "a.jsonl.zst", "a.txt.zst"):
+            write_files(tmp_path, {f"{name}/{name}": header + bytes(20)})
+            said = error_of(tmp_path / name)
+            assert f"{name} cannot be read" in said and "2,048 MiB" in said and "--long" in said
+
+
+def test_a_path_that_exists_is_no_glob(tokenize, ranks_file, tmp_path):
+    """Nor is the folder in which a glob looks; files here and remote."""
+    files = {
+        "data[1].txt": b"right",
+        "data1.txt": b"wrong",
+        "x[ab]/in.txt": b"right",
+        "xa/in.txt": b"wrong",
+    }
+    write_files(tmp_path, files)
+    for name, held in files.items():
+        fsspec.filesystem("memory").pipe_file(f"/odd/{name}", held)
+    for place in (f"{tmp_path}", "memory://odd"):
+        for source in ("data[1].txt", "x[ab]/in.txt"):
+            assert texts_of(f"{place}/{source}") == ["right"]
+            assert list(evaluate.texts(f"{place}/{source}", "body")) == ["right"]
+    for source in ("x[ab]", "x[ab]/*.txt", "x[ab]/**/*.txt"):
+        assert texts_of(tmp_path / source) == ["right"]
+        assert list(evaluate.texts(f"{tmp_path}/{source}", "body")) == ["right"]
+    assert texts_of(tmp_path / "dat[a]1.txt") == ["wrong"]
+    # the shards' folder matches the source where that is read as a pattern
+    assert tokenize("x[ab]", "xa/out")[0] == 0
+    assert "".join(map("".join, texts_in(tmp_path / "xa/out", ranks_file).values())) == "right"
+
+
+def test_every_kind_of_records_is_tested():
+    found = {"table"}
+    fs = fsspec.filesystem("memory")
+    for name, held in HOLD_RECORDS.items():
+        fs.pipe_file(f"/kinds/{name}", held)
+        found.add(look(fs, f"/kinds/{name}").kind)
+    assert found == KINDS.keys()

@@ -13,9 +13,11 @@ import dataset
 import presets
 import utils
 from data import output, storage
+from inference import weights
 from runtime import files
 from tools import checkpoints, common, compare, evaluate, hf, sample
 from training import settings, steps
+from training.checkpointing import Checkpoints
 
 SHARDS = 12
 
@@ -164,6 +166,23 @@ def test_a_lost_shard_ends_the_run_after_a_checkpoint(remote, train, tmp_path, m
 
 def test_checkpoints_to_s3_are_refused(train):
     refusal(lambda: train(output_dir="s3://bucket/runs"), "--output_dir s3://bucket/runs: must be")
+
+
+def test_a_remote_run_is_copied_from_the_folder_of_its_name():
+    """That it could be read as a pattern of others changes nothing."""
+    fs = fsspec.filesystem("memory")
+    for name, content in {"r[1]": b"its own", "r1": b"another's"}.items():
+        fs.pipe_file(f"/runs/{name}/checkpoints/5/meta/metadata", content)
+    opened = Checkpoints("memory://runs/r[1]/checkpoints")
+    assert (opened.folder / "5/meta/metadata").read_bytes() == b"its own"
+
+
+def test_a_folder_is_no_pattern_for_what_may_have_been_meant(tmp_path):
+    for name in ("m[1]/right", "m1/wrong"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text("{}")
+    said = weights.hint(f"{tmp_path}/m[1]")
+    assert "m[1]/right" in said and "wrong" not in said
 
 
 def test_the_manifest_decides_the_vocabulary(tmp_path, capsys):

@@ -58,8 +58,8 @@ class Evaluate(Options):
     """Measure a trained model on shards, text and the tasks of lm_eval."""
 
     data: tuple[str, ...] = ()
-    """Each a folder of shards, or one with such a folder val in it; a text file; a folder or a glob of text files,
-    .jsonl (also .gz and .zst) or .parquet. Addresses too, but for folders of text."""
+    """Each a folder of shards, or one with such a folder val in it; or text or records, as --source of
+    data/tokenize_shards.py names them. Addresses too, but for folders of text."""
     tasks: tuple[str, ...] = ()
     """Tasks, groups, tags or patterns of lm_eval, with commas or spaces between them, such as hellaswag,arc_easy."""
     include_path: tuple[str, ...] = ()

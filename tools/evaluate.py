@@ -10,7 +10,6 @@ if not __package__:
     import begin
 
 import functools
-import glob
 import math
 import os
 import sys
@@ -19,7 +18,7 @@ from importlib.metadata import version
 import utils
 from data import tokenization
 from runtime import interrupts
-from runtime.files import check_place, is_remote, read_file, to_json, write_file
+from runtime.files import check_place, is_remote, to_json, write_file
 from runtime.messages import UserError, warn
 from tools import common
 
@@ -32,8 +31,9 @@ from tqdm import tqdm
 from data import manifest
 from data.command_line import Source
 from data.encoding import encode_text
-from data.sources.kinds import kind_of, open_source
-from data.sources.text import decode, read_text
+from data.sources.base import ADVICE
+from data.sources.kinds import find, open_source
+from data.sources.text import read_text
 from data.storage import list_shards
 from dataset import Corpus
 from inference import weights
@@ -59,15 +59,10 @@ def open_shards(options, cfg, path):
 
 def texts(path, column):
     """The documents of a text file, or of a folder or a glob of files or records. Raises UserError."""
-    remote = is_remote(path)
-    if remote and not kind_of(path) and (content := read_file(path)) is not None:
-        yield decode(content)[0]
-    elif remote or os.path.exists(path) or glob.glob(path, recursive=True):
-        source = Source(source=path, text_column=column)
-        for document in open_source(source).read({}):
-            yield read_text(document)[0]
-    else:
+    if not is_remote(path) and not os.path.exists(path) and not find(path)[-1]:
         raise UserError(f"--data {path}: there is no such file or folder.")
+    for document in open_source(Source(source=path, text_column=column)).read({}):
+        yield read_text(document)[0]
 
 
 def text_pieces(documents, encoding, T, stride, limit, sizes):
@@ -155,7 +150,7 @@ def main(options):
         data = [evaluate(options, path, cfg, encoding, score) for path in options.data]
     except UserError as e:
         # the modules that read shards and text know them by the flags of other programs
-        raise UserError(str(e).replace("--source", "--data")) from None
+        raise UserError(str(e).replace("--source", "--data").replace(ADVICE, "")) from None
     results = dict(data=data)
     tables = [table(data)] if data else []
     if options.tasks:

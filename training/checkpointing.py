@@ -102,8 +102,10 @@ class Checkpoints:
             self.copy = tempfile.TemporaryDirectory()  # removed with this object
             fs, there = filesystem(folder)
             with contextlib.suppress(FileNotFoundError):
-                copy = f"{self.copy.name}/"
-                persist(lambda: fs.get(f"{there}/", copy, recursive=True), folder)
+                paths = persist(lambda: fs.find(there), folder)
+                copies = [os.path.join(self.copy.name, os.path.relpath(p, there)) for p in paths]
+                # by lists of files: brackets in a folder's name would make it a glob
+                persist(lambda: fs.get(paths, copies), folder)
             folder = self.copy.name
         if not is_remote(folder):
             folder = os.path.abspath(folder)

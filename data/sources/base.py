@@ -12,6 +12,7 @@ from data.sources.text import DAMAGE
 from runtime.files import is_remote, persist
 from runtime.messages import UserError, first_line
 
+ADVICE = "; replace it and rerun the same command to resume, or give --skip_damaged"
 SHOWN = 3  # warnings of one kind that are printed; the rest are counted
 shown = {}  # {kind: warnings of it that were printed}, of one source
 
@@ -19,9 +20,10 @@ shown = {}  # {kind: warnings of it that were printed}, of one source
 class Document(NamedTuple):
     name: str  # path relative to the source, with forward slashes, or number: the order depends on it alone
     path: str = ""  # "" where `text` holds the document
-    size: int = 0  # bytes of the file or of its part, or characters of the text
+    size: int = 0  # bytes of the file, of its part or of the text
     text: str | None = None
     start: int | None = None  # where a document begins that is a part of a file
+    is_known: bool = False  # to be text, whatever its bytes are
     lost: str = ""  # the count of the manifest that --skip_damaged adds to here; no text then
 
 
@@ -60,7 +62,6 @@ class Records:
     """Files of one kind that hold records, each of which is a document.
 
     A subclass has
-        endings         of its files' names
         entries(path)   yields for each record of a file the number of the next one, the bytes of the file up to here,
                         and its text: a str, None, or the Document of what --skip_damaged leaves out. Where the rest
                         cannot be read it raises UserError or one of DAMAGE.
@@ -72,14 +73,25 @@ class Records:
         self.files = files
         self.column = column
         self.skip = skip
-        advice = "; replace it and rerun the same command to resume, or give --skip_damaged"
-        self.advice = "" if skip else advice
+        self.advice = "" if skip else ADVICE
 
     def cannot_be_read(self, path, error):
         """The UserError for an error that was raised in reading a file."""
         if isinstance(error, UserError):
             return error
         return UserError(f"--source: {path} cannot be read ({first_line(error)}){self.advice}.")
+
+    def cell(self, row, at):
+        """What is in the column of a row, {column: value}: a str or None. Raises UserError where that is no text."""
+        if not isinstance(row, dict):
+            has = f"holds {row!r:.40}, not an object with such a column"
+        elif self.column not in row:
+            has = f"has no such column; it has {', '.join(row)}"
+        elif not isinstance(row[self.column], str | None):
+            has = f"holds {row[self.column]!r:.40}, not text"
+        else:
+            return row[self.column]
+        raise UserError(f"--text_column {self.column}: {at} {has}.")
 
     def damaged(self, error, count):
         """Warn of `error`, a UserError, and count what is lost by a Document; raise it without --skip_damaged."""
@@ -149,7 +161,7 @@ class Source:
                 if is_reached:
                     document = text
                     if not isinstance(text, Document):
-                        document = Document(str(n), size=len(text or ""), text=text or "")
+                        document = Document(str(n), size=len(content), text=text or "")
                         n += 1
                     self._stand_at(n, before + done, file, number, crc32)
                     yield document

@@ -31,7 +31,8 @@ def stdlib_documents():
     """The .py files of Python's standard library, sorted by name."""
     root = sysconfig.get_paths()["stdlib"]
     paths = [path for path in walk(root, NOT_STDLIB) if path.endswith(".py")]
-    return documents_of(paths, root)
+    # its tests of encodings are files in them
+    return [document._replace(is_known=True) for document in documents_of(paths, root)]
 
 
 def documents_of(paths, root):
@@ -45,7 +46,7 @@ def parts_of(name, path):
     lines of about PART bytes."""
     size = os.path.getsize(path)
     whole = [Document(name, path, size)]
-    if size <= text.LONGEST or os.path.splitext(path)[1] in text.COMPRESSION:
+    if size <= text.LONGEST or text.compression_of(path):
         return whole
     parts, start = [], 0
     try:

@@ -1,17 +1,15 @@
-"""Documents that are rows of a dataset of the Hugging Face hub, whose files are parquet or lines of JSON."""
+"""The files of a dataset of the Hugging Face hub."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
 
-from data.sources.base import Source
-from data.sources.jsonl import Lines
-from data.sources.parquet import Tables
 from runtime.files import filesystem
 from runtime.messages import UserError, first_line
 
 
-def open_dataset(args):
-    """The rows of a dataset of the hub, at its newest revision, or in the hub's cache. args: a command_line.Source."""
+def find_dataset(args):
+    """(file system, {path: bytes}, {setting: value} of the manifest) of a dataset of the hub, at its newest revision,
+    or in the hub's cache. args: a command_line.Source. Raises UserError."""
     import datasets  # takes a second
 
     name, split = args.source, args.split
@@ -27,13 +25,8 @@ def open_dataset(args):
             f"--source {name}: there is no such file or folder, nor a dataset of the hub with --config {args.config} "
             f"and --split {split} ({first_line(e)})."
         ) from None
-    kind = Tables if all(url.endswith(".parquet") for url in urls) else Lines
     files = {fs._strip_protocol(url): info["size"] for url, info in zip(urls, infos)}
-    records = kind(fs, files, args.text_column, args.skip_damaged)
-    source = Source([], [records], args.skip_damaged)
-    source.identity = {"config": args.config, "split": split, "revision": revision}
-    source.identity["text_column"] = args.text_column
-    return source
+    return fs, files, {"config": args.config, "split": split, "revision": revision}
 
 
 def newest(name):

@@ -1,47 +1,67 @@
 """The kinds of sources: `open_source` finds the class that reads a --source."""
 
+import glob
+import io
 import os
 import re
 import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 from fsspec.implementations.local import LocalFileSystem
 from tqdm import tqdm
 
-from data.sources.base import Source, many, shown, warn_of_left_out
+from data.sources.base import Document, Source, many, shown, warn_of_left_out
+from data.sources.contents import TEXT, Contents, is_json, look
 from data.sources.files import documents_of, stdlib_documents, walk
-from data.sources.hub import open_dataset
+from data.sources.hub import find_dataset
 from data.sources.jsonl import Lines
 from data.sources.parquet import Tables
-from data.sources.text import read_text
-from runtime.files import filesystem, is_remote, persist
+from data.sources.rows import Rows, delimiter_of
+from data.sources.text import DAMAGE, content_of, not_text, read_text, stem
+from data.sources.values import Values
+from runtime.files import filesystem, is_remote, persist, read_file
 from runtime.messages import UserError, first_line
 
-KINDS = (Lines, Tables)  # of files that hold records, each a subclass of base.Records
-TEXT = re.compile(r"\.(txt|md)(\.gz|\.zst)?$")  # files that are read as texts beside records
-ENDINGS = ", ".join(ending for kind in KINDS for ending in kind.endings)
-ENDING = re.compile(r"(\.\w+)?(\.gz|\.zst)?$")
+# {what contents.py calls files of records: the subclass of base.Records that reads them}, in the order of documents
+KINDS = {"lines": Lines, "values": Values, "rows": Rows, "table": Tables}
+NOTES = re.compile(r"\.(txt|md)$")  # stems of the files that are read as texts beside records
+ENDINGS = ".jsonl, .ndjson, .json, .csv, .tsv (also .gz, .bz2, .xz, .zst) or .parquet"
+ENDING = re.compile(r"(\.\w+)?(\.(gz|bz2|xz|zstd?))?$", re.IGNORECASE)
+CODE = re.compile(
+    r"(?<!^)(?<!/)\.(?!(txt|md|json)$)[^./]+$"
+)  # stems of the names of source code and its kin
 WILDCARD = re.compile(r"[*?\[]")
 
 
-def kind_of(path):
-    """The one of KINDS that reads a file, or None."""
-    return next((kind for kind in KINDS if path.endswith(kind.endings)), None)
+def literal_part(fs, path):
+    """The beginning of a path or glob that is no glob: all of what is there under its own name."""
+    there = path
+    while WILDCARD.search(there) and not fs.exists(there):
+        there = os.path.dirname(there)
+    return there + WILDCARD.split(path.removeprefix(there))[0]
 
 
 def find(source):
-    """(file system, {path: bytes}) of a file, a folder or a glob of both, without hidden files."""
+    """(file system, folder that names are relative to, {path: bytes}) of a file, a folder or a glob of both, without
+    hidden files."""
     fs, path = filesystem(source)
+    literal = literal_part(fs, path)
+    if literal == path:
+        matches = [path] if fs.exists(path) else []
+    else:
+        matches = fs.glob(glob.escape(literal) + path.removeprefix(literal))
     found = {}
-    for match in [path] if fs.isdir(path) else fs.glob(path):
+    for match in matches:
         if fs.isdir(match) and is_remote(source):
             found |= fs.find(match, detail=True)
         else:
             paths = walk(match) if fs.isdir(match) else [match]
             found |= {p: fs.info(p) for p in paths}
-    start = WILDCARD.split(path)[0].rstrip("/")
+    start = literal.rstrip("/")
     visible = [p for p in sorted(found) if "/." not in p.removeprefix(start)]
-    return fs, {p: found[p]["size"] or 0 for p in visible if found[p]["type"] == "file"}
+    root = path if fs.isdir(path) else os.path.dirname(literal)
+    return fs, root, {p: found[p]["size"] or 0 for p in visible if found[p]["type"] == "file"}
 
 
 def open_source(args):
@@ -51,16 +71,19 @@ def open_source(args):
     if source == "stdlib":
         return Source(stdlib_documents(), [], skip)
     try:
-        fs, found = persist(lambda: find(source), source)
+        fs, root, found = persist(lambda: find(source), source)
     except (OSError, ValueError, ImportError) as e:
         raise UserError(f"--source {source}: cannot be read ({first_line(e)}).") from None
-    if any(map(kind_of, found)):
-        return open_records(args, fs, found)
-    if isinstance(fs, LocalFileSystem) and (found or os.path.isdir(source)):
-        tell_kinds(source, found)
-        return Source(text_files(source, fs, found), [], skip)
-    if not found and re.fullmatch(r"[\w.-]+/[\w.-]+", source):
+    is_local = isinstance(fs, LocalFileSystem)
+    if not found and re.fullmatch(r"[\w.-]+/[\w.-]+", source) and not os.path.isdir(source):
         return open_dataset(args)
+    contents = survey(fs, found)
+    if records := records_in(contents, args):
+        return open_records(args, fs, root, found, contents, records)
+    if is_local and (found or os.path.isdir(source)):
+        return open_texts(args, root, contents)
+    if fs._strip_protocol(source) in found:
+        return open_remote_text(args, *contents.items())
     what = "there is no such file or folder"
     if found:
         what = f"{many(len(found), 'file')} there, none ending in {ENDINGS}, which alone are read from there"
@@ -70,29 +93,147 @@ def open_source(args):
     )
 
 
-def open_records(args, fs, found):
-    """A source of the records and, on this machine, of the texts in the files `found`, {path: bytes}."""
-    is_local = isinstance(fs, LocalFileSystem)
-    texts = [path for path in found if is_local and TEXT.search(path)]
-    others = found.keys() - set(texts)
+def survey(fs, paths):
+    """{path: `Contents`} of files."""
+
+    def contents_of(path):
+        try:
+            return look(fs, path)
+        # reading such a file raises the same again, or counts it as damaged
+        except UserError:
+            return Contents("rows" if delimiter_of(path) else "values")
+        except DAMAGE:
+            kind = "lines" if is_json(path) else "text"
+            return Contents("rows" if delimiter_of(path) else kind)
+
+    with ThreadPoolExecutor(16) as pool:  # remote storage is slow to answer
+        return dict(zip(paths, pool.map(contents_of, paths)))
+
+
+def records_in(contents, args):
+    """{path: one of KINDS} of the files that are read as records. Raises UserError where there are some, but not of
+    text. Beside source code, files of JSON or of rows that have no such column are texts, and so is each object."""
+    code = [path for path, held in contents.items() if held == TEXT and CODE.search(stem(path))]
+    records, others = {}, []
+    for path, held in contents.items():
+        if held.kind == "web archive":
+            raise UserError(
+                f"--source: {path} is a web archive (WARC); write its texts as lines of JSON (.jsonl), as by warcio or "
+                "trafilatura, and give these."
+            )
+        has_text = held.columns is None or held.kind == "lines" or args.text_column in held.columns
+        if held.kind in KINDS and has_text and not (held.is_object and code):
+            records[path] = held.kind
+        elif held.kind in KINDS:
+            others.append(path)
+    if others and not records and not code:
+        columns = contents[others[0]].columns
+        has = (
+            f"has no such column; it has {', '.join(columns)}"
+            if columns
+            else "holds no JSON objects with such a column"
+        )
+        raise UserError(
+            f"--text_column {args.text_column}: {others[0]} {has}; name the column of text, or move the file away."
+        )
+    return records
+
+
+def readers(args, fs, found, records):
+    """[base.Records] of the files `records`, {path: one of KINDS}."""
     kinds = []
-    for kind in KINDS:
-        files = {path: size for path, size in found.items() if kind_of(path) is kind}
-        others -= files.keys()
+    for name, kind in KINDS.items():
+        files = {path: size for path, size in found.items() if records.get(path) == name}
         if files:
             kinds.append(kind(fs, files, args.text_column, args.skip_damaged))
-    endings = sorted({ending_of(path) for path in others})
-    warn_of_left_out("other file", others, f" beside the records: {', '.join(endings)}")
+    return kinds
+
+
+def open_records(args, fs, root, found, contents, records):
+    """A source of the records and, on this machine, of the notes in the files `found`, {path: bytes}."""
+    is_local = isinstance(fs, LocalFileSystem)
+    notes = [p for p in found if is_local and contents[p] == TEXT and NOTES.search(stem(p))]
+    others = found.keys() - records.keys() - set(notes)
+    kinds = readers(args, fs, found, records)
+    warn_of_left_out("other file", others, f" beside the records: {endings_of(others)}")
     tell_kinds(args.source, found.keys() - others)
     documents = []
-    if any(found[path] for path in texts):
-        documents = text_files(args.source, fs, texts)
+    if any(found[path] for path in notes):
+        documents = documents_of(notes, root)
     return Source(documents, kinds, args.skip_damaged)
+
+
+def open_texts(args, root, contents):
+    """A source of the texts in local files. Binary files are left out, and so are a few in another encoding. Raises
+    UserError where those are more."""
+    binary = [path for path, held in contents.items() if held.kind == "binary"]
+    garbled = [path for path, held in contents.items() if held.kind == "garbled"]
+    if args.skip_damaged:
+        garbled = []  # reading them counts them
+    texts = sorted(contents.keys() - {*binary, *garbled})
+    if len(garbled) * 10 > len(texts) + len(garbled):
+        raise not_text(garbled[0])
+    if binary and not texts:
+        raise only_binary(args.source, binary)
+    warn_of_left_out("binary file", binary, f": {endings_of(binary)}")
+    warn_of_left_out("file", garbled, ", not UTF-8 text; convert what is (iconv -t utf-8)")
+    tell_kinds(args.source, texts)
+    documents = documents_of(texts, root)
+    if len(contents) == 1:  # before anything is written
+        read_text(documents[0])
+    return Source(documents, [], args.skip_damaged)
+
+
+def open_remote_text(args, file):
+    """A source of one text file that is not on this machine, which is read at once."""
+    path, held = file
+    if held.kind == "binary":
+        raise only_binary(args.source, [path])
+    if held.kind == "garbled":
+        raise not_text(args.source)
+    try:
+        content = read_file(args.source) or b""
+        text = content_of(io.BytesIO(content), args.source, "; split it")
+    except DAMAGE as e:
+        raise UserError(f"--source {args.source}: cannot be read ({first_line(e)}).") from None
+    return Source([Document(path, size=len(content), text=text)], [], args.skip_damaged)
+
+
+def only_binary(source, paths):
+    """The UserError for a source of binary files alone."""
+    endings = endings_of(paths)
+    what = "is not UTF-8 text but a binary file; give text"
+    if len(paths) == 1:
+        source = paths[0]
+    else:
+        what = f"none of its {len(paths):,} files is text ({endings}); give text"
+    if re.search(r"\.(npy|bin)\b", endings):
+        what += "; token ids are no text: main.py reads them from .npy files in --data X, in folders X/train and X/val"
+    return UserError(f"--source {source}: {what}.")
+
+
+def open_dataset(args):
+    """The records of a dataset of the hub."""
+    fs, files, identity = find_dataset(args)
+    contents = survey(fs, files)
+    records = records_in(contents, args)
+    if others := files.keys() - records.keys():
+        raise UserError(
+            f"--source {args.source}: {min(others)} holds no records; only those are read from the hub."
+        )
+    source = Source([], readers(args, fs, files, records), args.skip_damaged)
+    source.identity = identity | {"text_column": args.text_column}
+    return source
 
 
 def ending_of(path):
     """The ending of a file's name, .txt or .jsonl.gz, in words where it has none."""
     return ENDING.search(path)[0] or "no ending"
+
+
+def endings_of(paths):
+    """The endings of files' names, in words."""
+    return ", ".join(sorted(set(map(ending_of, paths))))
 
 
 def tell_kinds(source, paths):
@@ -101,15 +242,3 @@ def tell_kinds(source, paths):
     if len(kinds) > 1:
         words = ", ".join(f"{n:,} {kind}" for kind, n in kinds.most_common())
         tqdm.write(f"--source {source}: {many(len(paths), 'file')}: {words}", file=sys.stderr)
-
-
-def text_files(source, fs, found):
-    """The documents of a local text file, of a folder of them or of a glob, whose files are `found`."""
-    path = fs._strip_protocol(source)
-    root = path if fs.isdir(path) else os.path.dirname(WILDCARD.split(path)[0])
-    documents = documents_of(found, root)
-    if path in found:
-        content, replaced = read_text(documents[0])
-        if replaced * 10 > len(content):  # as of a PDF or of text in another encoding
-            raise UserError(f"--source {source}: is not UTF-8 text; convert it (iconv -t utf-8).")
-    return documents

@@ -17,8 +17,6 @@ TEXT_TYPES = ("string", "large_string", "string_view", "null")  # Arrow's, of a 
 class Tables(Records):
     """Every row is a document. This thread alone reads: threads of Arrow would abort the interpreter at its end."""
 
-    endings = (".parquet",)
-
     def __init__(self, *args):
         super().__init__(*args)
         with ThreadPoolExecutor(16) as pool:  # remote storage is slow to answer

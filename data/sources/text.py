@@ -1,24 +1,33 @@
 """The text of a document: UTF-8, or UTF-16 and UTF-32 with their marks; the rest is replaced and counted."""
 
+import bz2
 import codecs
+import gzip
 import io
+import lzma
 import os
+import zlib
 
 import pyarrow
 
 from data.tokenization import whole_characters
 from runtime.messages import UserError, first_line
 
-DAMAGE = (OSError, EOFError, UnicodeError, pyarrow.ArrowException)  # what a damaged file raises
-COMPRESSION = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
+# what a damaged file raises
+DAMAGE = (OSError, EOFError, UnicodeError, zlib.error, lzma.LZMAError, pyarrow.ArrowException)
 LONGEST = 256_000_000  # bytes of a document, decompressed: a few kilobytes of an archive can spell gigabytes
 PIECE = 1 << 20  # bytes that are read at once
+BUFFER = 1 << 16  # bytes of a stream that can be looked at before they are read
 WIDE = {  # those of 32 bits first: their marks begin with those of 16
     codecs.BOM_UTF32_LE: "utf-32",
     codecs.BOM_UTF32_BE: "utf-32",
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
 }
+ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+ZSTD_WINDOW = 1 << 27  # bytes: the largest window that the library reads
+# bytes that no text has: control characters but backspace, tabs, line and page ends, and escape, which colors logs
+CONTROLS = bytes({*range(32), 127} - {8, 9, 10, 11, 12, 13, 27})
 
 
 def check_length(size, what, advice=""):
@@ -27,12 +36,57 @@ def check_length(size, what, advice=""):
         raise UserError(f"--source: {what} is longer than {LONGEST:,} bytes{advice}.")
 
 
+def zstd_window(header):
+    """Bytes of the window that a zstd file needs, by its first 18 bytes; 0 where they do not tell. RFC 8878, 3.1.1."""
+    if len(header) < 6 or not header.startswith(ZSTD_MAGIC):
+        return 0
+    descriptor = header[4]
+    if descriptor & 0x20:  # a single segment: its window is the whole content
+        start = 5 + (0, 1, 2, 4)[descriptor & 3]  # after the dictionary's number
+        width = (1, 2, 4, 8)[descriptor >> 6]
+        return int.from_bytes(header[start : start + width], "little")
+    exponent, eighths = divmod(header[5], 8)
+    return (8 + eighths) << (7 + exponent)
+
+
+def open_zstd(raw):
+    """The stream that a zstd file holds. Raises OSError for a window that the library cannot read."""
+    window = zstd_window(raw.read(18))
+    raw.seek(0)
+    if window > ZSTD_WINDOW:
+        raise OSError(
+            f"its zstd window has {window >> 20:,} MiB, more than the {ZSTD_WINDOW >> 20} MiB that can be read: "
+            "compress it again without --long, as by zstd -dc --long=31 OLD | zstd -o NEW"
+        )
+    return pyarrow.CompressedInputStream(raw, "zstd")
+
+
+COMPRESSION = {  # gzip's own module takes zeros after the end, as the program gzip does
+    ".gz": lambda raw: gzip.GzipFile(fileobj=raw),
+    ".bz2": bz2.BZ2File,
+    ".xz": lzma.LZMAFile,
+    ".zst": open_zstd,
+    ".zstd": open_zstd,
+}
+
+
+def compression_of(path):
+    """The ending of a compressed file's name, one of COMPRESSION in any case, or ""."""
+    ending = os.path.splitext(path)[1]
+    return ending if ending.lower() in COMPRESSION else ""
+
+
+def stem(path):
+    """A path in small letters, without the ending of a compressed file."""
+    return path.removesuffix(compression_of(path)).lower()
+
+
 def decompressed(raw, path):
     """An open file as a buffered stream, decompressed as the ending of `path` tells."""
-    compression = COMPRESSION.get(os.path.splitext(path)[1])
-    stream = pyarrow.CompressedInputStream(raw, compression) if compression else raw
+    compression = compression_of(path).lower()
+    stream = COMPRESSION[compression](raw) if compression else raw
     # where a file is torn, what is in this buffer is lost
-    stream = io.BufferedReader(stream, 1 << 16)
+    stream = io.BufferedReader(stream, BUFFER)
     if compression and not stream.peek(1) and not raw.tell():
         raise EOFError("no bytes are in it, not even those of an empty archive")
     return stream
@@ -54,6 +108,14 @@ def lines(stream):
             line = text.readline(PIECE)
 
 
+def content_of(raw, path, advice):
+    """The whole text of an open file, bytes that are not UTF-8 as lone surrogates. Raises UserError where that is too
+    long, which `advice` ends, or one of DAMAGE."""
+    content = decompressed(raw, path).read(LONGEST + 1)
+    check_length(len(content), path, advice)
+    return "".join(lines(io.BufferedReader(io.BytesIO(content))))
+
+
 def decode(content):
     """(text, number of characters that became U+FFFD) of a file's bytes, without a byte order mark."""
     try:
@@ -61,6 +123,24 @@ def decode(content):
     except UnicodeDecodeError:
         text = content.removeprefix(codecs.BOM_UTF8).decode(errors="replace")
         return text, text.count("\ufffd") - content.count("\ufffd".encode())
+
+
+def count_controls(content):
+    """How many of some bytes are CONTROLS."""
+    return len(content) - len(content.translate(None, CONTROLS))
+
+
+def is_garbled(content):
+    """Whether more than a tenth of some bytes is no text, as of text in another encoding."""
+    text, replaced = decode(content)
+    is_wide = wide_encoding(content) and not replaced  # half of its bytes may be zeros
+    controls = 0 if is_wide else count_controls(content)
+    return (replaced + controls) * 10 > len(text)
+
+
+def not_text(path):
+    """The UserError for a file that is garbled."""
+    return UserError(f"--source {path}: is not UTF-8 text; convert it (iconv -t utf-8).")
 
 
 def read_text(document):
@@ -78,4 +158,6 @@ def read_text(document):
     except DAMAGE as e:
         raise UserError(f"--source: {document.path} cannot be read ({first_line(e)}).") from None
     check_length(len(content), document.path, "; split it")
+    if not document.is_known and is_garbled(content):
+        raise not_text(document.path)
     return decode(content)

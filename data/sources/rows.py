@@ -1,0 +1,50 @@
+"""Documents that are rows of .csv and .tsv files, compressed or not."""
+
+import csv
+
+from data.sources import text
+from data.sources.base import Records
+from data.sources.text import decompressed, lines
+from runtime.messages import UserError
+
+DELIMITERS = {".csv": ",", ".tsv": "\t"}  # {ending of a name: what is between the cells}
+
+
+def delimiter_of(path):
+    """What is between the cells of a file, by its name; None where that is another kind's."""
+    stem = text.stem(path)
+    return next((d for ending, d in DELIMITERS.items() if stem.endswith(ending)), None)
+
+
+def table(stream, path):
+    """Yield the rows of a stream, each a list of cells, of which the first names the columns. Raises UserError."""
+    csv.field_size_limit(text.LONGEST)
+    try:
+        # strict: else a quotation mark out of place joins rows
+        yield from filter(
+            None, csv.reader(lines(stream), delimiter=delimiter_of(path), strict=True)
+        )
+    except csv.Error as e:
+        raise UserError(f"--source: {path} cannot be read ({e}).") from None
+
+
+class Rows(Records):
+    """Every row after the first, which names the columns, is a document."""
+
+    def entries(self, path):
+        with self.fs.open(path, "rb") as raw:
+            rows = table(decompressed(raw, path), path)
+            names = next(rows, [])
+            for i, row in enumerate(rows, 1):
+                yield i, raw.tell(), self._text(names, row, f"row {i} of {path}")
+
+    def _text(self, names, row, at):
+        """The text of a row, a str, or the Document of a damaged one."""
+        try:
+            if len(row) != len(names):
+                raise UserError(
+                    f"--source: {at} has {len(row)} cells and the first row names {len(names)} columns{self.advice}."
+                )
+            return self.cell(dict(zip(names, row)), at)
+        except UserError as e:
+            return self.damaged(e, "damaged_records")
