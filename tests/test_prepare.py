@@ -69,6 +69,17 @@ def test_a_corpus_is_told_and_tokenized(name, laid_out, run, writes, ranks_file,
     assert content(laid_out / f"data/shards/{name}") == content(laid_out / "again")
 
 
+def test_files_of_a_corpus_that_are_here(laid_out, run, ranks_file, monkeypatch):  # noqa: F811
+    """Are read as those of the hub: the-stack-smol's data.json holds lines, whose text is in `content`."""
+    monkeypatch.setitem(prepare.CORPORA["the-stack-smol"], "val_fraction", 0.2)
+    words = ["the-stack-smol", "--tokenizer", ranks_file, "--workers", 1]
+    there = []
+    for i, source in enumerate(([], ["--source", "the-stack-smol"])):
+        assert run(prepare, *words, *source, "--output", str(i))[0] == 0
+        there.append({n: held for n, held in content(laid_out / str(i)).items() if ".npy" in n})
+    assert there[0] == there[1]
+
+
 def test_the_table(run):  # noqa: F811
     assert {about["preset"] for about in prepare.CORPORA.values()} <= presets.PRESETS.keys()
     refused(run(prepare), "name: is missing, the word that comes before all flags")

@@ -643,6 +643,22 @@ def test_a_path_that_exists_is_no_glob(tokenize, ranks_file, tmp_path):
     assert "".join(map("".join, texts_in(tmp_path / "xa/out", ranks_file).values())) == "right"
 
 
+def test_storage_that_fails_once_changes_nothing(monkeypatch):
+    """What a file holds is looked at again; where nothing comes, a sentence names the address."""
+    fs = fsspec.filesystem("memory")
+    fs.pipe_file("/once/RC_2012-01.zst", COMPRESS[".zst"](LINES))
+    failing, opened = [ValueError("of the storage")], type(fs)._open
+
+    def fail_first(*args, **settings):
+        if failing:
+            raise failing.pop()
+        return opened(*args, **settings)
+
+    monkeypatch.setattr(type(fs), "_open", fail_first)
+    assert texts_of("memory://once") == [story["body"] for story in STORIES]
+    assert not failing
+
+
 def test_every_kind_of_records_is_tested():
     found = {"table"}
     fs = fsspec.filesystem("memory")

@@ -11,12 +11,7 @@ TABLE = ".parquet"
 FETCHED = 1 << 18  # bytes that are fetched of a remote file at once, to see how it begins
 HEADER = 64  # bytes that are looked at apart: many kinds of files have a header of numbers, and then text
 SAMPLE = 4096  # bytes that tell an encoding
-NO_SCRIPT = (
-    "Cc",
-    "Cn",
-    "Co",
-    "Cs",
-)  # Unicode's categories of control characters and of what has no meaning
+NO_SCRIPT = {"Cc", "Cn", "Co", "Cs"}  # Unicode's categories of controls and of what means nothing
 # how files begin whose header is small or has no numbers
 BINARY = re.compile(rb"%PDF-|\x93NUMPY|ARROW1|PK\x03\x04|\x80[\x02-\x05]")
 WEB_ARCHIVE = re.compile(rb"WARC/\d")

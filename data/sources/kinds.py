@@ -28,9 +28,8 @@ KINDS = {"lines": Lines, "values": Values, "rows": Rows, "table": Tables}
 NOTES = re.compile(r"\.(txt|md)$")  # stems of the files that are read as texts beside records
 ENDINGS = ".jsonl, .ndjson, .json, .csv, .tsv (also .gz, .bz2, .xz, .zst) or .parquet"
 ENDING = re.compile(r"(\.\w+)?(\.(gz|bz2|xz|zstd?))?$", re.IGNORECASE)
-CODE = re.compile(
-    r"(?<!^)(?<!/)\.(?!(txt|md|json)$)[^./]+$"
-)  # stems of the names of source code and its kin
+# stems of the names of source code and its kin: with another ending than notes have
+CODE = re.compile(r"[^/]\.(?!(txt|md|json)$)[^./]+$")
 WILDCARD = re.compile(r"[*?\[]")
 
 
@@ -94,9 +93,17 @@ def open_source(args):
 
 
 def survey(fs, paths):
-    """{path: `Contents`} of files."""
+    """{path: `Contents`} of files. Raises UserError where remote storage fails."""
 
     def contents_of(path):
+        try:
+            return look(fs, path)
+        except (
+            Exception
+        ):  # of the file, or of the storage, of which every kind has errors of its own
+            if not isinstance(fs, LocalFileSystem):
+                address = fs.unstrip_protocol(path)
+                persist(lambda: fs.cat_file(path, start=0, end=1), address)
         try:
             return look(fs, path)
         # reading such a file raises the same again, or counts it as damaged
@@ -127,11 +134,11 @@ def records_in(contents, args):
         elif held.kind in KINDS:
             others.append(path)
     if others and not records and not code:
-        columns = contents[others[0]].columns
+        columns = ", ".join(contents[others[0]].columns)
         has = (
-            f"has no such column; it has {', '.join(columns)}"
+            f"has no such column; it has {columns}"
             if columns
-            else "holds no JSON objects with such a column"
+            else "holds no JSON objects with that column"
         )
         raise UserError(
             f"--text_column {args.text_column}: {others[0]} {has}; name the column of text, or move the file away."
