@@ -575,7 +575,7 @@ GARBLED = [
 ]
 
 
-def test_text_in_other_encodings(tmp_path, capsys):
+def test_text_in_other_encodings(tokenize, tmp_path, capsys):
     """Of UTF-16 and UTF-32 without a mark, and of one byte: refused, also beside text, where it is more than a few
     files; a few are left out and told."""
     encodings = ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"]
@@ -584,6 +584,11 @@ def test_text_in_other_encodings(tmp_path, capsys):
         write_files(tmp_path, {"a.txt": text.encode(encoding), "b.txt": b"more"})
         for source in (tmp_path, tmp_path / "a.txt"):
             assert "a.txt: is not UTF-8 text; convert it" in error_of(source), (encoding, text)
+    write_files(tmp_path, {f"in/{i}.txt": GARBLED[i % 2].encode("cp1251") * 9 for i in range(4)})
+    status, _, err = tokenize("in", "out", "--skip_damaged")
+    assert status == 0 and "2 damaged files and 0 damaged records left out" in err
+    for made in ("in", "out"):
+        shutil.rmtree(tmp_path / made)
     write_files(tmp_path, {f"{i}.py": b"pass" for i in range(9)})
     capsys.readouterr()
     assert texts_of(tmp_path) == ["pass"] * 9 + ["more"]
