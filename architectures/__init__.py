@@ -1,17 +1,16 @@
 """The architectures: one file each, which ends with what it registers, `ARCHITECTURE`."""
 
 import functools
-import importlib
+import importlib.util
 import pkgutil
+import symtable
+import tokenize
 from collections.abc import Callable
 from typing import NamedTuple
 
 import utils
 from architectures import hf_format
 from runtime.messages import UserError, nearest
-
-# Files of this folder that architectures are made of.
-PARTS = {"parameters", "layers", "experts", "hf_format"}
 
 
 class LayerCost(NamedTuple):
@@ -62,8 +61,24 @@ class Architecture(NamedTuple):
 
 @functools.cache
 def names():
-    """Names of all architectures, sorted: the files of this folder that are not `PARTS`. Imports none of them."""
-    return sorted({module.name for module in pkgutil.iter_modules(__path__)} - PARTS)
+    """Names of all architectures, sorted: the files of this folder that define `ARCHITECTURE`."""
+    modules = [module.name for module in pkgutil.iter_modules(__path__)]
+    return sorted(filter(defines_architecture, modules))
+
+
+def defines_architecture(name):
+    """Whether a file of this folder assigns `ARCHITECTURE`. It is read and not imported: that would import jax, which
+    command lines are parsed before."""
+    path = importlib.util.find_spec(f"{__name__}.{name}").origin
+    try:
+        with tokenize.open(path) as f:
+            table = symtable.symtable(f.read(), path, "exec")
+    except (OSError, ValueError, SyntaxError):  # not Python: a half-written file, a compiled module
+        return False
+    if "ARCHITECTURE" not in table.get_identifiers():
+        return False
+    symbol = table.lookup("ARCHITECTURE")
+    return symbol.is_assigned() and not symbol.is_imported()
 
 
 def architecture(name):

@@ -456,6 +456,13 @@ SUPPORTED = dict(
 # Entries that change no number here; multi-token prediction serves training alone
 IMMATERIAL = set("aux_loss_alpha seq_aux rope_frequencies num_nextn_predict_layers".split())
 
+# {entry: the one that it must equal}
+EQUAL = dict(
+    num_key_value_heads="num_attention_heads",
+    v_head_dim="qk_nope_head_dim",
+    head_dim="qk_rope_head_dim",
+)
+
 
 def to_hugging_face(m):
     """config.json of DeepseekV3ForCausalLM, or of MoEPretrainingForCausalLM where that has no such layers."""
@@ -491,25 +498,24 @@ def from_hugging_face(flags, left):
     kind = left["model_type"]
     activations = {name: flag for flag, name in HIDDEN_ACT.items()}
     if kind != OWN_TYPE:
-        activations = dict(silu="swiglu")
+        activations = dict.fromkeys(hf.SILU, "swiglu")
     flags["activation"] = activations.get(left.get("hidden_act", "silu"))
     flags["T"] = hf.take_T(left)
     flags["rope_base"], rope = hf.take_rope(left)
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
     in_blocks = flags["blocks"] - flags["first_layers"]
     flags["blocks"], rest = divmod(in_blocks, max(1, flags["layers_per_block"]))
     if rest:
         raise UserError(
-            f"config.json: {in_blocks} layers are no multiple of layers_per_block {flags['layers_per_block']}."
+            f"config.json: num_hidden_layers less first_k_dense_replace is {in_blocks}, but must be a multiple of "
+            f"layers_per_block, {flags['layers_per_block']}."
         )
     hf.require(
-        {"rope_type": rope_type} | left | rope,
+        left | rope,
         kind,
         IMMATERIAL,
+        EQUAL,
         **SUPPORTED,
-        rope_type=["default"],
-        type=["default"],
-        partial_rotary_factor=[1],
+        **hf.COMMON_SUPPORTED,
         hidden_act=[*activations],
         num_key_value_heads=[flags["n_head"], None],
         v_head_dim=[flags["head_dim"]],
@@ -542,6 +548,7 @@ ARCHITECTURE = Architecture(
             latent_conv=0,
         ),
         flags=from_hugging_face,
+        equal=EQUAL,
         copies=r"^lm_head.weight$|rotary_emb.inv_freq$|shared_head.head.weight$|layers.\d+.embed_tokens",
     ),
     flags=FLAGS,

@@ -244,6 +244,8 @@ IMMATERIAL = set(
     "attn_pdrop embd_pdrop resid_pdrop n_ctx reorder_and_upcast_attn predict_special_tokens n_special summary_type "
     "summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout".split()
 )
+# transformers' names of GELU by tanh
+GELU = ["gelu_new", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_fast", "gelu_accurate"]
 
 
 def to_hugging_face(m):
@@ -266,7 +268,7 @@ def from_hugging_face(flags, left):
         left,
         "gpt2",
         IMMATERIAL,
-        activation_function=["gelu_new", "gelu_pytorch_tanh"],
+        activation_function=GELU,
         scale_attn_weights=[True],
         scale_attn_by_inverse_layer_idx=[False],
     )

@@ -24,11 +24,12 @@ class HuggingFace(NamedTuple):
     flags: Callable
     copies: str  # pattern of the names of tensors that hold nothing of their own
     prefix: str = ""  # of names of tensors, which some files leave out
+    equal: dict = {}  # {entry: the one that it must equal}
 
     @property
     def names(self):
         """{flag: what config.json calls it}."""
-        return {flag: name for name, flag in self.entries.items()} | OTHER_NAMES
+        return OTHER_NAMES | {flag: name for name, flag in self.entries.items()}
 
 
 HEAD = "lm_head.weight"  # name of the head's weights in all architectures
@@ -186,6 +187,10 @@ def take_rope(left):
     base = left.pop("rope_theta", 10_000.0)
     scaling, parameters = take_object(left, "rope_scaling"), take_object(left, "rope_parameters")
     rope = scaling or parameters
+    rope = {"rope_type": rope.get("type", "default")} | rope  # type is its older name
+    if rope.get("factor") == 1 and rope["rope_type"] in ("default", "linear"):
+        del rope["factor"]  # linear divides positions by it
+        rope |= {name: "default" for name in ("rope_type", "type")}
     return rope.pop("rope_theta", base), rope
 
 
@@ -213,11 +218,19 @@ IMMATERIAL = set(
 )
 # Values of entries that all architectures have in common; others are refused
 SUPPORTED = dict(add_cross_attention=[False], pruned_heads=[{}, None])
+# The same, of most models since Llama
+COMMON_SUPPORTED = dict(
+    rope_type=["default"],
+    type=["default"],
+    partial_rotary_factor=[1],
+    mlp_bias=[False],
+)
+SILU = ["silu", "swish"]  # names of one activation
 
 
-def require(left, kind, immaterial=frozenset(), **allowed):
+def require(left, kind, immaterial=frozenset(), equal=None, **allowed):
     """Raise UserError where an entry that is left of a config may change a number: it has none of its values `allowed`,
-    or it is neither among these nor known to be immaterial."""
+    or it is neither among these, nor known to be immaterial, nor null. equal: {entry: the one that it must equal}."""
     allowed |= SUPPORTED
     if left.get("quantization_config"):
         raise UserError(
@@ -227,12 +240,16 @@ def require(left, kind, immaterial=frozenset(), **allowed):
         if key in IMMATERIAL or key in immaterial:
             continue
         if key not in allowed:
+            if value is None:  # as if it were missing
+                continue
             raise UserError(
                 f"config.json: {key} is {value!r}, and what that changes in {kind} is not known here; "
                 f"remove the entry if it changes no number."
             )
         if value not in allowed[key]:
             words = " or ".join(map(repr, allowed[key]))
+            other = (equal or {}).get(key)
+            like = f" where that is its {other}" if other else ""
             raise UserError(
-                f"config.json: {key} is {value!r}, but {kind} is supported with {words} only."
+                f"config.json: {key} is {value!r}, but {kind} is supported with {words} only{like}."
             )

@@ -198,7 +198,7 @@ MOE_ENTRIES = dict(
 )
 # Entries of which other values are refused; the first of each is the one that we write
 SUPPORTED = dict(
-    hidden_act=["silu"],
+    hidden_act=hf.SILU,
     attention_bias=[False, None],
     use_sliding_window=[False, None],
 )
@@ -231,8 +231,7 @@ def from_hugging_face(flags, left):
         kind,
         {"router_aux_loss_coef", "sliding_window", "max_window_layers"},
         **SUPPORTED,
-        rope_type=["default"],
-        type=["default"],
+        **hf.COMMON_SUPPORTED,
         layer_types=[["full_attention"] * flags["blocks"], None],
         decoder_sparse_step=[1],
         mlp_only_layers=[[], None],

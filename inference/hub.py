@@ -13,7 +13,8 @@ from runtime.messages import UserError, first_line, say, size
 
 PREFIX = "hf://"
 GPT2 = {"gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "distilgpt2"}  # need no prefix
-DESCRIPTION = ["config.json", "tokenizer.json", "tokenizer_config.json", hugging_face.INDEX]
+DESCRIPTION = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+DESCRIPTION += [hugging_face.INDEX]
 ABSENT = (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError)
 
 
@@ -55,6 +56,8 @@ def download(name):
     commit = os.path.basename(folder)
     about = ask(name, huggingface_hub.HfApi().model_info, commit, files_metadata=True)
     sizes = {file.rfilename: file.size or 0 for file in about.siblings}
+    if hugging_face.WHOLE in sizes:
+        missing = [hugging_face.WHOLE]  # which counts beside an index, too
     for file in missing:
         if file not in sizes:
             raise UserError(f"{name}: has no {file}; only weights in safetensors are read.")

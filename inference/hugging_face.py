@@ -1,6 +1,8 @@
 """Weights from a folder in the Hugging Face format: config.json and safetensors, onto a mesh."""
 
 import functools
+import itertools
+import json
 import math
 import os
 import re
@@ -16,11 +18,12 @@ import architectures
 import utils
 from architectures import hf_format
 from runtime.files import read_json
-from runtime.messages import UserError
+from runtime.messages import UserError, warn
 from training import settings
 
 READABLE = {"F32", "F16", "BF16", "F64"}  # as safetensors names types
-INDEX = "model.safetensors.index.json"
+WHOLE = "model.safetensors"  # the file of all tensors
+INDEX = f"{WHOLE}.index.json"  # says which of several files holds a tensor
 
 
 def format_of(config, where):
@@ -28,7 +31,13 @@ def format_of(config, where):
     formats = {}
     for name in architectures.names():
         form = architectures.architecture(name).hugging_face
-        formats |= {kind: (name, form) for kind in (form.model_types if form else ())}
+        for kind in form.model_types if form else ():
+            if kind in formats:
+                raise UserError(
+                    f"{where}: both --architecture {formats[kind][0]} and {name} have the model_type {kind!r}; take it "
+                    f"out of one of them."
+                )
+            formats[kind] = name, form
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in formats:
         raise UserError(f"{where}: model_type is {kind!r}; supported are {', '.join(formats)}.")
@@ -53,6 +62,11 @@ def model_flags(config, folder):
     return flags
 
 
+def model_of(config, folder):
+    """`utils.Model` of a folder with this config.json. Raises UserError for one that is not supported."""
+    return utils.replace(utils.Config(), **model_flags(config, folder)).model
+
+
 class Stored(NamedTuple):
     """Where a tensor is stored, as the header of its file says."""
 
@@ -61,27 +75,84 @@ class Stored(NamedTuple):
     dtype: str
 
 
+def weight_map(folder):
+    """{name of tensor: name of its file} of a folder's index, {} where there is none. Raises UserError."""
+    path = os.path.join(folder, INDEX)
+    if not os.path.isfile(path):
+        return {}
+    files = read_json(path).get("weight_map")
+    if not files or not isinstance(files, dict):
+        raise UserError(
+            f"{path}: weight_map must name the file of each tensor, but is {files!r:.40}; copy the index again, or "
+            f"remove it where {WHOLE} holds all tensors."
+        )
+    for tensor, file in files.items():
+        if not is_weight_file(file):
+            raise UserError(
+                f"{path}: the file of tensor {tensor} is {file!r:.80}, but must be a .safetensors file of the folder."
+            )
+    return files
+
+
+def is_weight_file(name):
+    """Whether an index may give this name of a file: it must lie in the folder of the index."""
+    if not isinstance(name, str) or not name.endswith(".safetensors"):
+        return False
+    return not os.path.isabs(name) and ".." not in name.split("/")
+
+
 def weight_files(folder):
-    """Names of a folder's safetensors, there or not."""
-    index = read_json(folder, INDEX)
-    names = index["weight_map"].values() if index else ["model.safetensors"]
-    return sorted({os.path.basename(name) for name in names})
+    """Names of the files of a folder's tensors, there or not: as in transformers the whole file, where there is one,
+    whatever an index says. Raises UserError."""
+    files = set(weight_map(folder).values())
+    if not files or os.path.isfile(os.path.join(folder, WHOLE)):
+        return [WHOLE]
+    return sorted(files)
 
 
 def files_of(folder):
     """{name of tensor: `Stored`} of a folder's safetensors. Raises UserError for files that are missing or torn."""
-    found = {}
-    for path in [os.path.join(folder, name) for name in weight_files(folder)]:
-        if not os.path.isfile(path):
-            raise UserError(f"{path} is missing; a folder in the Hugging Face format holds it.")
-        try:
-            with safe_open(path, "numpy") as f:
-                for name in f.keys():
-                    tensor = f.get_slice(name)
-                    found[name] = Stored(path, tuple(tensor.get_shape()), tensor.get_dtype())
-        except Exception as e:  # safetensors has an error of its own, and others
-            raise UserError(f"{path} cannot be read ({e}); copy it again.") from None
+    files, found = weight_files(folder), {}
+    owner = weight_map(folder)
+    if files == [WHOLE]:
+        warn_of_others(folder, owner)
+        owner = {}
+    for file in files:
+        path = os.path.join(folder, file)
+        for name, stored in headers(path):
+            if owner.get(name, file) != file:
+                continue  # left over from another saving: the index has the tensor elsewhere
+            if name in found:
+                raise UserError(
+                    f"{folder}: tensor {name} is in {found[name].path} and in {path}, and {INDEX} does not say which "
+                    f"counts."
+                )
+            found[name] = stored
     return found
+
+
+def warn_of_others(folder, owner):
+    """Warn where an index, `weight_map`, names files that are there beside the whole one, which is read."""
+    others = {file for file in owner.values() if file != WHOLE}
+    others = [file for file in others if os.path.isfile(os.path.join(folder, file))]
+    if others:
+        warn(
+            f"{folder}: {WHOLE} is read, as transformers reads it, and not the {len(others)} other files that {INDEX} "
+            f"names"
+        )
+
+
+def headers(path):
+    """Yield (name, `Stored`) of each tensor in a file. Raises UserError where it is missing or torn."""
+    if not os.path.isfile(path):
+        raise UserError(f"{path} is missing; a folder in the Hugging Face format holds it.")
+    try:
+        with safe_open(path, "numpy") as f:
+            for name in f.keys():
+                tensor = f.get_slice(name)
+                yield name, Stored(path, tuple(tensor.get_shape()), tensor.get_dtype())
+    except Exception as e:  # safetensors has an error of its own, and others
+        raise UserError(f"{path} cannot be read ({e}); copy it again.") from None
 
 
 def name_in(there, name, form):
@@ -95,34 +166,115 @@ def filled(tensors):
     return (t for t in tensors if math.prod(t.shape))
 
 
-def check(folder, tensors, form):
-    """{name: `Stored`} of a folder that holds exactly `tensors`. Raises UserError naming one that is wrong."""
-    there, wanted = files_of(folder), {}
-    # layers of multi-token prediction, which serve training alone
-    predictors = [name.removesuffix("eh_proj.weight") for name in there if "eh_proj" in name]
-    for t in tensors:  # an absurd config calls for billions, but then one of the first is missing
+def needed(there, form):
+    """Names of a folder's tensors that a model must have a place for: not copies, nor layers of multi-token prediction,
+    which serve training alone."""
+    predictors = tuple(name.removesuffix("eh_proj.weight") for name in there if "eh_proj" in name)
+    names = [name for name in there if not name.startswith(predictors)]
+    return [
+        name for name in names if 0 not in there[name].shape and not re.search(form.copies, name)
+    ]
+
+
+def mismatch(there, names, m, form):
+    """(number of tensors that fit, what is wrong with the next) of a folder and a utils.Model; (inf, "") where all
+    fit. names: of those `needed`."""
+    wanted = set()
+    for t in filled(
+        form.tensors(m)
+    ):  # an absurd config calls for billions, but soon one is missing
         name = name_in(there, t.name, form)
         if name not in there:
-            raise UserError(f"{folder}: tensor {name} is missing; its config.json calls for it.")
-        wanted[name] = t.shape
-    for name, (_, shape, dtype) in there.items():
+            return len(wanted), f"{name} is missing; its config.json calls for it"
+        shape = there[name].shape
+        if shape != t.shape:
+            words = f"{name} is {list(shape)}, but its config.json calls for {list(t.shape)}"
+            return len(wanted), words
+        wanted.add(name)
+    for name in names:
         if name not in wanted:
-            is_copy = re.search(form.copies, name) or 0 in shape
-            if is_copy or name.startswith(tuple(predictors)):
-                continue
-            raise UserError(
-                f"{folder}: tensor {name} is extra; its config.json has no place for it."
-            )
-        if shape != wanted[name]:
-            raise UserError(
-                f"{folder}: tensor {name} is {list(shape)}, but its config.json calls for "
-                f"{list(wanted[name])}."
-            )
+            return len(wanted), f"{name} is extra; its config.json has no place for it"
+    return math.inf, ""
+
+
+def check(folder, config, m, form):
+    """{name: `Stored`} of a folder that holds exactly the tensors of the utils.Model `m`, which its `config` means.
+    Raises UserError naming one that is wrong."""
+    there = files_of(folder)
+    names = needed(there, form)
+    _, wrong = mismatch(there, names, m, form)
+    if wrong:
+        advice = wrong_entries(config, there, names, m, form)
+        raise UserError(f"{folder}: tensor {wrong}{advice}.")
+    for t in filled(form.tensors(m)):
+        name = name_in(there, t.name, form)
+        dtype = there[name].dtype
         if dtype not in READABLE:
             raise UserError(
                 f"{folder}: tensor {name} is {dtype}; supported are {', '.join(sorted(READABLE))}."
             )
     return there
+
+
+def wrong_entries(config, there, names, m, form):
+    """What follows the message that a tensor does not fit: each entry of config.json with another value of which all
+    tensors would fit, or else the most. "" where there is none."""
+    fitting, _ = mismatch(there, names, m, form)
+    found = {}  # {number of tensors that fit: {entry: its value}}
+    for entry, values in other_values(config, there, names, m, form).items():
+        same = {entry, *(name for name, other in form.equal.items() if other == entry)}
+        for value in values:
+            try:
+                other = model_of(config | dict.fromkeys(same & config.keys() | {entry}, value), "")
+            except UserError:
+                continue
+            number, _ = mismatch(there, names, other, form)
+            found.setdefault(number, {}).setdefault(entry, value)
+    most = max(found, default=0)
+    if most <= fitting:
+        return ""
+    what = "all tensors fit" if most == math.inf else "it fits"
+    words = []
+    for entry, value in found[most].items():
+        now = json.dumps(config[entry]) if entry in config else "missing"
+        words.append(f"{entry} is {now}, and with {json.dumps(value)} {what}")
+    return f"; its {', or its '.join(words)}"
+
+
+def other_values(config, there, names, m, form):
+    """{entry of config.json: values that a folder's tensors suggest}: those of their sizes and numbers, and what
+    changes the size that `m` calls for to the one that is there."""
+    sizes = set(range(9)) | counts(names)  # small ones: of shared experts, of heads of keys
+    changes = set()  # (size that is there, size that m calls for)
+    for name in names:
+        sizes.update(there[name].shape)
+    for t in itertools.islice(filled(form.tensors(m)), len(there)):
+        name = name_in(there, t.name, form)
+        if name in there:
+            changes.update(zip(there[name].shape, t.shape))
+    values = {"model_type": form.model_types}
+    for entry, flag in form.entries.items():
+        kind = type(getattr(utils.Model(), flag))
+        now = config.get(entry, form.missing.get(entry))
+        if kind is bool:
+            values[entry] = [False, True]
+        elif kind is int:
+            values[entry] = set(sizes)
+            for size, wanted in changes if isinstance(now, int) else ():
+                values[entry] |= {now * size // wanted, now + size - wanted}
+            if hf_format.NULL.get(entry) == 0:
+                values[entry] = values[entry] - {0} | {None}
+    return values
+
+
+def counts(names):
+    """The smallest number and how many there are at each place of a number in the names of tensors."""
+    found = {}  # {name without its numbers: its numbers in each tensor}
+    for name in names:
+        numbers = [int(number) for number in re.findall(r"\.(\d{1,6})(?=\.)", name)]
+        found.setdefault(re.sub(r"\d+", "", name), []).append(numbers)
+    columns = [column for rows in found.values() for column in zip(*rows)]
+    return {min(column) for column in columns} | {max(column) + 1 for column in columns}
 
 
 def read_tensor(there, name):
@@ -140,8 +292,8 @@ def load(folder, abstract):
     """Parameters like `abstract` (steps.abstract_params) from a folder, tensor by tensor. Raises UserError."""
     config = read_json(folder, "config.json")
     _, form = format_of(config, os.path.join(folder, "config.json"))
-    m = utils.replace(utils.Config(), **model_flags(config, folder)).model
-    there = check(folder, filled(form.tensors(m)), form)
+    m = model_of(config, folder)
+    there = check(folder, config, m, form)
     if m.tied:
         check_head_is_tied(folder, there, form, m)
     params = jax.tree.map(lambda a: jnp.zeros(a.shape, device=a.sharding), abstract)

@@ -4,6 +4,8 @@ import contextlib
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -13,10 +15,19 @@ import jax
 import numpy as np
 import pytest
 from absl import logging as absl_logging
-from conftest import ARCHITECTURES, ROOT, refusal, settled, small_tokenizer, tokenize_tests
+from conftest import (
+    ARCHITECTURES,
+    ROOT,
+    refusal,
+    settled,
+    small_config,
+    small_tokenizer,
+    tokenize_tests,
+)
 from safetensors.numpy import load_file, save_file
 from test_tools import make_run
 
+import architectures
 import utils
 from architectures import gpt2
 from data import tokenization
@@ -84,6 +95,80 @@ def test_a_folder_of_several_files_loads_as_one_does(deepseek, tmp_path):
         where |= dict.fromkeys(part, f"{i}.safetensors")
     (tmp_path / "cut" / hugging_face.INDEX).write_text(json.dumps(dict(weight_map=where)))
     assert same(params_of(run, cfg), params_of(tmp_path / "cut", cfg))
+
+
+STALE, *REST = (f"model.{of}.weight" for of in ("embed_tokens", "norm", "layers.0.input_layernorm"))
+ALONE = "model.layers.1.input_layernorm.weight"
+
+
+def cut_in_two(folder, out, **changes):
+    """A copy of a folder in two files, the first with REST, which both also hold zeros in the place of what the index
+    has in the other. changes: of the index; None: not in it."""
+    shutil.copytree(folder, out)
+    tensors = load_file(out / hugging_face.WHOLE)
+    (out / hugging_face.WHOLE).unlink()
+    zeros = {name: np.zeros_like(tensors[name]) for name in (STALE, *REST)}
+    rest = {name: tensors[name] for name in REST}
+    save_file(rest | {STALE: zeros.pop(STALE)}, out / "1.safetensors")
+    save_file(tensors | zeros, out / "2.safetensors")
+    where = dict.fromkeys(tensors, "2.safetensors") | dict.fromkeys(REST, "1.safetensors") | changes
+    where = {name: file for name, file in where.items() if file}
+    files.write_json(f"{out}/{hugging_face.INDEX}", dict(weight_map=where))
+    return out
+
+
+def test_a_tensor_is_read_from_the_file_that_the_index_names(deepseek, tmp_path):
+    """Whichever file comes last; one that the index does not name is taken where one file alone holds it."""
+    cfg, run, folder = deepseek
+    ours = params_of(run, cfg)
+    assert same(ours, params_of(cut_in_two(folder, tmp_path / "a"), cfg))
+    assert same(ours, params_of(cut_in_two(folder, tmp_path / "b", **{ALONE: None}), cfg))
+    for name, changes, said in [
+        ("c", {REST[0]: None}, f"tensor {REST[0]} is in "),
+        ("d", {ALONE: "1.safetensors"}, f"{ALONE} is missing"),
+        ("e", {ALONE: "3.safetensors"}, "3.safetensors is missing"),
+    ]:
+        other = cut_in_two(folder, tmp_path / name, **changes)
+        refusal(lambda: params_of(other, cfg), str(other), said)
+
+
+def test_a_whole_file_counts_beside_an_index(deepseek, tmp_path, capsys):
+    """As in transformers, also where the files of the index are gone; where they are there, a warning."""
+    cfg, run, folder = deepseek
+    both = cut_in_two(folder, tmp_path / "both")
+    shutil.copy(folder / hugging_face.WHOLE, both)
+    ours = params_of(run, cfg)
+    assert same(ours, params_of(both, cfg))
+    assert f"{both}: model.safetensors is read" in capsys.readouterr().err
+    for file in ("1.safetensors", "2.safetensors"):
+        (both / file).unlink()
+    assert same(ours, params_of(both, cfg)) and not capsys.readouterr().err
+
+
+# Entries of config.json that shapes or the number of tensors follow from
+SIZES = {
+    "deepseek": "vocab_size hidden_size intermediate_size moe_intermediate_size n_routed_experts n_shared_experts "
+    "num_attention_heads kv_lora_rank q_lora_rank qk_rope_head_dim qk_nope_head_dim num_hidden_layers "
+    "first_k_dense_replace",
+    "gpt2": "vocab_size n_positions n_embd n_inner n_layer",
+    "qwen3": "vocab_size hidden_size moe_intermediate_size num_experts num_attention_heads num_key_value_heads "
+    "head_dim num_hidden_layers",
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_wrong_size_in_config_json_is_named_with_the_right_one(name, tmp_path):
+    m = small_config(**ARCHITECTURES[name]).model
+    form = architectures.architecture(name).hugging_face
+    save_file({t.name: np.zeros(t.shape) for t in form.tensors(m)}, tmp_path / hugging_face.WHOLE)
+    config = form.config(m)
+    for entry in SIZES[name].split():
+        now = config[entry]
+        same = {other for other, its in form.equal.items() if its == entry} & config.keys()
+        wrong = config | dict.fromkeys(same | {entry}, 2 * now)
+        said = f"its {entry} is {2 * now}, and with {now} all tensors fit"
+        other = hugging_face.model_of(wrong, "")
+        refusal(lambda: hugging_face.check(str(tmp_path), wrong, other, form), said)
 
 
 def measured(model, shards, **options):
@@ -171,11 +256,12 @@ def spoilt(folder, tmp_path, config=None, **tensors):
 
 
 NORM, OUT = "model.layers.2.input_layernorm.weight", "model.layers.2.self_attn.o_proj.weight"
-EXPERT = "model.layers.2.mlp.experts.3.up_proj.weight"
+EXPERT, HEAD = "model.layers.2.mlp.experts.3.up_proj.weight", "lm_head.weight"
 FLOAT8 = {OUT: np.ones((32, 48), jax.numpy.float8_e4m3fn)}
 BAD_TENSORS = [  # entries of config.json, tensors, what is said
     ({}, {NORM: None}, f"{NORM} is missing"),
     ({}, {EXPERT: None}, f"{EXPERT} is missing"),
+    ({}, {HEAD: None}, f"{HEAD} is missing; its config.json calls for it; its tie_word_embeddings"),
     ({}, {"model.layers.9.x.weight": np.ones(3, np.float32)}, "x.weight is extra"),
     ({}, {NORM: np.ones(7, np.float32)}, f"{NORM} is [7], but its config.json calls for [32]"),
     ({}, {NORM: np.ones(32, np.int8)}, f"{NORM} is I8"),
@@ -194,7 +280,7 @@ BAD_CONFIGS = [  # entries of config.json, what is said
     ({"sliding_window": 128}, "sliding_window is 128, and what that changes in deepseek_v3"),
     ({"quantization_config": {"quant_method": "gptq"}}, "convert them to bfloat16 first"),
     ({"hidden_size": "32"}, "hidden_size is '32', but must be a whole number"),
-    ({"q_lora_rank": -1}, "q_a_layernorm.weight is [10], but its config.json calls for [16]"),
+    ({"q_lora_rank": -1}, "q_a_proj.weight is [10, 32], but its config.json calls for [16, 32]"),
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, but must be a number"),
     ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no', but must be true or false"),
     ({"rope_parameters": {"rope_theta": []}}, "rope_theta is [], but must be a number"),
@@ -202,11 +288,22 @@ BAD_CONFIGS = [  # entries of config.json, what is said
     ({"num_hidden_layers": 2**16}, "tensor model.layers"),
     ({"num_hidden_layers": 2**31}, "num_hidden_layers is 2147483648, but must be at most"),
 ]
+BAD_INDEXES = [  # content, what is said
+    ("{}", f"{hugging_face.INDEX}: weight_map must name the file of each tensor, but is None"),
+    ('{"weight_map": {}}', "weight_map must name"),
+    ('{"weight_map": ["1.safetensors"]}', "weight_map must name"),
+    ("[]", "not a JSON object"),
+    ('{"weight_map": {"a": 1}}', "the file of tensor a is 1, but must be"),
+    ('{"weight_map": {"a": null}}', "the file of tensor a is None, but must be"),
+    ('{"weight_map": {"a": "../b.safetensors"}}', "the file of tensor a is '../b.safetensors'"),
+    ('{"weight_map": {"a": "/b.safetensors"}}', "the file of tensor a is '/b.safetensors'"),
+    ('{"weight_map": {"a": "pytorch_model.bin"}}', "must be a .safetensors file of the folder"),
+]
 BAD_FILES = [  # name of a file, its content, what is said
     ("config.json", "{", "is not JSON"),
     ("config.json", "null", "holds None, not a JSON object"),
     ("config.json", '{"model_type": "gpt2"}', "is missing"),
-    (hugging_face.INDEX, '{"weight_map": {"a": "b.safetensors"}}', "b.safetensors is missing"),
+    *[(hugging_face.INDEX, content, said) for content, said in BAD_INDEXES],
     ("model.safetensors", "torn", "cannot be read"),
     ("tokenizer.json", '{"a"', "is no tokenizer"),
     ("tokenizer_config.json", '{"eos_token": 3}', "has no token 3"),
@@ -260,6 +357,34 @@ def test_an_architecture_may_have_no_such_format(monkeypatch):
     config = {"model_type": "gpt2"}
     said = refusal(lambda: hugging_face.format_of(config, "config.json"), "model_type is 'gpt2'")
     assert said.count("gpt2") == 1
+
+
+def test_only_a_file_that_defines_an_architecture_is_one(tmp_path, monkeypatch):
+    """Files are read and not run. Two architectures do not share a model_type."""
+    names, copy = (
+        architectures.names.__wrapped__,
+        "from architectures.gpt2 import ARCHITECTURE as GPT2\n",
+    )
+    (tmp_path / "another.py").write_text(
+        f"{copy}ARCHITECTURE: object = GPT2._replace(hugging_face=None)"
+    )
+    for name, content in dict(
+        helper="import no_such_package",
+        imports="from architectures.gpt2 import ARCHITECTURE",
+        shows='"""For example\nARCHITECTURE = Architecture(...)\n"""',
+        torn="ARCHITECTURE = (",
+        within="def make():\n    ARCHITECTURE = None",
+    ).items():
+        (tmp_path / f"{name}.py").write_text(content)
+    monkeypatch.setattr(architectures, "names", names)
+    monkeypatch.setattr(architectures, "__path__", [*architectures.__path__, str(tmp_path)])
+    assert names() == ["another", *sorted(ARCHITECTURES)]
+    assert hugging_face.format_of({"model_type": "gpt2"}, "")[0] == "gpt2"
+    (tmp_path / "mine.py").write_text(f"{copy}ARCHITECTURE = GPT2")
+    both = "both --architecture gpt2 and mine have the model_type 'gpt2'"
+    refusal(lambda: hugging_face.format_of({"model_type": "gpt2"}, "config.json"), both)
+    words = "import architectures, sys; architectures.names(); sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", words], cwd=ROOT).returncode == 0
 
 
 def test_what_import_and_export_say(deepseek, tmp_path, capsys, caplog):

@@ -3,13 +3,15 @@
 import functools
 import os
 import shutil
+from types import SimpleNamespace
 
 import pytest
 from conftest import ARCHITECTURES, refusal
 from huggingface_hub import constants
 from test_hf import exported_run, params_of, same
 
-from inference import hub, weights
+from inference import hub, hugging_face, weights
+from runtime.files import write_json
 from tools import common, hf, sample
 
 COMMIT = "1" * 40
@@ -66,6 +68,23 @@ def test_weights_are_fetched_when_they_are_loaded(exported, cached):
     flags, load = weights.open_weights("hf://org/name")
     assert flags["model_dimension"] == exported[0].model.model_dimension
     refusal(lambda: load(None), "hf://org/name: is not in")
+
+
+def test_the_whole_file_is_fetched_where_there_are_others_too(cached, monkeypatch):
+    """As transformers chooses; only the hub knows of it before it is there."""
+    folder, asked = cached("org/name"), []
+    os.remove(folder / hugging_face.WHOLE)
+    write_json(f"{folder}/{hugging_face.INDEX}", dict(weight_map={"a": "1.safetensors"}))
+
+    def ask(name, method, revision, files_metadata=False, allow_patterns=None):
+        asked.append(allow_patterns)
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=f, size=1) for f in there])
+
+    assert hub.folder_of("hf://org/name") == str(folder)
+    monkeypatch.setattr(hub, "ask", ask)
+    for there in (["1.safetensors"], ["1.safetensors", hugging_face.WHOLE]):
+        hub.download("hf://org/name")
+        assert asked.pop() == there[-1:]
 
 
 HINTS = {
