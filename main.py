@@ -112,13 +112,15 @@ def train(cfg, stored, encoding, load_weights, goodput):
     with goodput.during("waiting"):
         training = Training(cfg, mesh, corpus, checkpoints, state, meta, goodput)
     training.evaluate = steps.make_evaluate(cfg, mesh, val_corpus)
-    training.score_tasks = processes.on_all(lambda: open_tasks(cfg, mesh, encoding))
+    whose = cfg.run.folder if stored else cfg.run.init_from
+    ends = weights.ends(whose) if whose else []
+    training.score_tasks = processes.on_all(lambda: open_tasks(cfg, mesh, encoding, ends))
     with goodput.during("compiling"), memory_explained(cfg):
         training.train_step = compile_train_step(cfg, mesh, optimizer, schedule)
-    training.sample = make_sampler(cfg, mesh, encoding)
+    training.sample = make_sampler(cfg, mesh, encoding, ends)
 
     # --- Log
-    processes.on_main_process(lambda: write_config(cfg, data, corpus))
+    processes.on_main_process(lambda: write_config(cfg, data, corpus, ends))
     training.log = RunLog(cfg, step) if jax.process_index() == 0 else NoLog()
     goodput.keep(training.log.found, step)
     training.progress = Progress(cfg, val_corpus.bytes_per_token, write_plan(cfg))
@@ -328,14 +330,14 @@ def print_setup(cfg, corpus, val_corpus):
     say(steps.tokens_in_words(cfg))
 
 
-def open_tasks(cfg, mesh, encoding):
+def open_tasks(cfg, mesh, encoding, ends):
     """`inference/tasks.py: make_task_scorer` of --eval_tasks; without that flag a function that returns {}."""
     if not cfg.run.eval_tasks:
         return lambda *_: {}
     from inference import tasks  # here: it imports lm_eval
 
     try:
-        return tasks.make_task_scorer(cfg, mesh, encoding)
+        return tasks.make_task_scorer(cfg, mesh, encoding, ends)
     except UserError as e:  # which knows the flags of tools/evaluate.py
         raise UserError(re.sub("--(tasks|include_path)", "--eval_tasks", str(e))) from None
 
@@ -354,10 +356,13 @@ def compile_train_step(cfg, mesh, optimizer, schedule):
     return train_step
 
 
-def write_config(cfg, data, corpus):
-    """Write config.json, which tools read and a resumed run is compared with, and keep the tokenizer beside it."""
+def write_config(cfg, data, corpus, ends):
+    """Write config.json, which tools read and a resumed run is compared with, and keep the tokenizer beside it.
+    ends: of `weights.ends`."""
     config = utils.flatten(cfg) | {"data_fingerprint": data, "commit": command_line.commit()}
     config["encoding"] = keep_tokenizer(cfg.run.folder, corpus.tokenizer)
+    if ends:
+        config["eos_token_id"] = ends
     write_json(f"{cfg.run.folder}/config.json", config)
 
 

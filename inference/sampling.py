@@ -12,14 +12,16 @@ from inference import decoding
 from training import settings, steps
 
 
-def make_sampler(cfg, mesh, encoding):
+def make_sampler(cfg, mesh, encoding, ends=()):
     """`sample(params)` -> texts that continue --prompt, with the same draws every time; no texts where there is no
-    tokenizer (`encoding`) or --T leaves no room. Decoding wants the blocks in order (`steps.arranger`)."""
+    tokenizer (`encoding`) or --T leaves no room. ends: of `weights.ends`. Decoding wants the blocks in order
+    (`steps.arranger`)."""
     prompt = settings.prompt_ids(cfg, encoding)
     if prompt is None:
         return lambda params: []
     in_order = utils.replace(cfg, pp_interleave=1)
     rearrange = steps.arranger(cfg, steps.abstract_params(in_order, mesh))
+    ends = {encoding.eot_token, *ends}
     s, dp = cfg.sample, cfg.run.n_device_axis[0]
     n_rows = math.ceil(s.inference_batch / dp) * dp  # dp must divide them
     ids, lengths = decoding.pad([prompt] * n_rows, len(prompt))
@@ -33,7 +35,7 @@ def make_sampler(cfg, mesh, encoding):
         rows = np.concatenate([ids, np.asarray(drawn).T], 1)[: s.inference_batch]
         texts = []
         for _, *row in rows.tolist():  # the first begins every document, and is the end of text too
-            shown = itertools.takewhile(lambda token: token != encoding.eot_token, row)
+            shown = itertools.takewhile(lambda token: token not in ends, row)
             texts.append(text_of(encoding, shown))
         return texts
 

@@ -6,6 +6,7 @@ the same weights get the same scores there.
 
 import contextlib
 import functools
+import itertools
 import logging
 import math
 import os
@@ -47,13 +48,17 @@ for library in ("lm_eval", "huggingface_hub"):
 
 class TaskModel(TemplateLM):
     """A model as lm_eval asks it; set `params` before. All processes ask the same and compute each answer together.
-    batch_size: of `make_scorer`; T: of the longest sequence; start: the flag; alive(): called during the answers."""
+    batch_size: of `make_scorer`; T: of the longest sequence; start: the flag; ends: of `weights.ends`; alive(): called
+    during the answers."""
 
     params = eot_token_id = prefix_token_id = None  # the last precedes what has no context
 
-    def __init__(self, cfg, mesh, encoding, batch_size, T, start="auto", alive=lambda: None):
+    def __init__(
+        self, cfg, mesh, encoding, batch_size, T, start="auto", ends=(), alive=lambda: None
+    ):
         super().__init__()
         self.encoding, self.T, self.alive = encoding, T, alive
+        self.ends = {encoding.eot_token, *ends}
         self.before = []  # token ids before every context
         if start == "end_of_text":
             self.before = [encoding.eot_token]
@@ -145,10 +150,9 @@ class TaskModel(TemplateLM):
 
     def ending(self, tokens, until):
         """(the text of token ids up to its end, whether that was reached)."""
-        ended = self.eot_token_id in tokens
-        if ended:
-            tokens = tokens[: tokens.index(self.eot_token_id)]
-        text = text_of(self.encoding, [token for token in tokens if token not in self.special])
+        before = list(itertools.takewhile(lambda token: token not in self.ends, tokens))
+        ended = len(before) < len(tokens)
+        text = text_of(self.encoding, [token for token in before if token not in self.special])
         for string in filter(None, until):
             ended = ended or string in text
             text = text.split(string)[0]
@@ -272,7 +276,7 @@ def numbers(results):
     return found
 
 
-def make_task_scorer(cfg, mesh, encoding):
+def make_task_scorer(cfg, mesh, encoding, ends=()):
     """`score_tasks(params, step, last, watchdog)` -> {"tasks/TASK/METRIC": number} of --eval_tasks in a training run,
     on its mesh; {} where they are not due. Raises UserError where a task cannot be asked."""
     run = cfg.run
@@ -280,7 +284,7 @@ def make_task_scorer(cfg, mesh, encoding):
         raise UserError("--tasks: the tokenizer of the shards is not known; give --tokenizer.")
     dp, pp, _ = run.n_device_axis
     batch_size = max(1, steps.val_batch_shape(cfg)[1] // (dp * pp))
-    lm = TaskModel(cfg, mesh, encoding, batch_size, cfg.model.T)
+    lm = TaskModel(cfg, mesh, encoding, batch_size, cfg.model.T, ends=ends)
     given = run.eval_tasks.split(",")
     folders = [name for name in given if "/" in name]
     loaded = load([name for name in given if "/" not in name], folders, lm)

@@ -71,6 +71,24 @@ def positions(folder, T):
     return most if isinstance(most, int) else T
 
 
+def ends(folder):
+    """Ids of the tokens that end a text of the model in `folder`, beside the end of text of its tokenizer: every
+    eos_token_id of its config.json, a run's too, and of its generation_config.json. Raises UserError."""
+    local = hub.folder_of(folder)
+    found = []
+    for name in ("config.json", "generation_config.json"):
+        ids = read_json(local, name).get("eos_token_id")
+        ids = ids if isinstance(ids, list) else [ids]
+        for token in ids:
+            if token is not None and type(token) is not int:
+                raise UserError(
+                    f"{os.path.join(local, name)}: eos_token_id is {token!r:.40}, but must be a token id or a list of "
+                    f"them."
+                )
+        found += [token for token in ids if token is not None and token >= 0]
+    return list(dict.fromkeys(found))
+
+
 def check_tokenizer(where, folder, shards, flag=""):
     """Raises UserError where the ids of `shards`, as `dataset.manifests` lists them, mean other tokens than the weights
     in `folder` know; warns where that is not known. where: begins the message; flag: --tokenizer of the shards."""

@@ -1,6 +1,8 @@
 """Completions in OpenAI's format: each answer is that of its request alone, and what is malformed is refused."""
 
+import asyncio
 import json
+import shutil
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +16,8 @@ from test_page import SERVED, folder, served  # noqa: F401  fixtures
 from test_tools import make_run
 
 from inference import decoding
+from runtime.files import read_json, write_json
+from tools import completions
 
 
 def post(address, body):
@@ -71,6 +75,24 @@ def test_draws_depend_on_the_seed_alone(served):  # noqa: F811
     whole = text(seed=1, logprobs=None)
     stopped = post(served, asked(16, temperature=1, seed=1, stop=[whole[2:4]]))[1]["choices"][0]
     assert stopped["text"] == whole[:2] and stopped["finish_reason"] == "stop"
+
+
+def test_a_choice_ends_at_every_eos_token_id(folder, tmp_path):  # noqa: F811
+    run = shutil.copytree(folder / "run", tmp_path / "run")
+    asked_for = completions.read_parameters(json.dumps(asked(16, logprobs=None)).encode())
+
+    async def choices():
+        answer = completions.Engine(2).answer(asked_for, str(run))
+        await answer.next()
+        return [piece async for piece in answer.pieces()]
+
+    (whole,) = asyncio.run(choices())
+    end = next(letter for letter in whole["text"] if letter.isascii())  # others are parts of bytes
+    config = read_json(str(run), "config.json") | dict(eos_token_id=[256, ord(end)])
+    write_json(f"{run}/config.json", config)
+    (piece,) = asyncio.run(choices())
+    assert piece["text"] == whole["text"].split(end)[0] != whole["text"]
+    assert piece["finish_reason"] == "stop" and whole["finish_reason"] == "length"
 
 
 # A parameter and values of it, as JSON without spaces

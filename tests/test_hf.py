@@ -1,6 +1,7 @@
 """Export and import without transformers: bitwise round trips, tokenizers, and what is refused."""
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -31,9 +32,9 @@ import architectures
 import utils
 from architectures import gpt2
 from data import tokenization
-from inference import hugging_face, weights
+from inference import hugging_face, sampling, weights
 from runtime import files
-from tools import common, evaluate, hf
+from tools import common, evaluate, hf, sample
 from training import settings, steps
 
 DEEPSEEK = ARCHITECTURES["deepseek"]
@@ -180,7 +181,10 @@ def measured(model, shards, **options):
 def test_a_run_begins_with_imported_weights(deepseek, train, shards, xla_cache, tmp_path):
     """At learning rate 0 it validates as its weights are measured in the folder, and in the run that it was imported
     to, which cannot be trained under its own name."""
-    folder, cached = deepseek[2], dict(compilation_cache=str(xla_cache))
+    folder, cached = (
+        with_ends(deepseek[2], tmp_path / "folder", [256, 9, 7]),
+        dict(compilation_cache=str(xla_cache)),
+    )
     hf.import_folder(str(folder), str(tmp_path / "imported"))
     tokens, loss = measured(folder, shards, **cached)
     assert measured(tmp_path / "imported", shards, **cached) == (tokens, loss)
@@ -189,6 +193,7 @@ def test_a_run_begins_with_imported_weights(deepseek, train, shards, xla_cache, 
     assert train((2, 2, 2), init_from=folder, **flags) == 0
     (row,) = map(json.loads, (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines())
     assert row["loss/val_cross_entropy_loss"] == pytest.approx(loss, rel=1e-5)
+    assert weights.ends(str(tmp_path / "runs/run")) == [256, 9, 7]
     flags |= dict(name="imported", output_dir=tmp_path)
     refusal(lambda: train((2, 2, 2), **flags), "weights alone", "--init_from")
 
@@ -205,6 +210,58 @@ def test_a_longer_T_than_the_weights_know_gets_a_warning(deepseek, shards, tmp_p
     for model in (far, str(tmp_path / "far")):
         T = weights.open_weights(model)[0]["T"]
         assert (T, weights.positions(model, T)) == (4096, 8192)
+
+
+def with_ends(folder, out, tokens):
+    """A copy of a folder whose generation_config.json has some of the tokens as its ends, and config.json the rest."""
+    shutil.copytree(folder, out)
+    for name, ids in [("config.json", tokens[0]), ("generation_config.json", tokens[1:])]:
+        content = files.read_json(str(out), name) | dict(eos_token_id=ids)
+        files.write_json(f"{out}/{name}", content)
+    return out
+
+
+def test_text_ends_at_every_eos_token_id(tmp_path):
+    """Of config.json and generation_config.json, in the folder and in the run that it is imported to, which writes them
+    back when it is exported; so do the samples of a run."""
+    run, cfg, mesh, params = make_run(tmp_path, **DEEPSEEK)
+    hf.export(str(run), str(tmp_path / "exported"))
+
+    def drawn(folder):
+        words = [str(folder), "--temperature", "0", "--max_tokens", "24", "--prompt", "ab", "x"]
+        words += ["--n_devices", "1", "--model_dtype", "float32"]
+        rows = sample.main(utils.read_flags(common.Sample, words, "sample.py"))
+        return [(row.tokens, row.stopped) for row in rows]
+
+    def cut(ends):
+        wanted = [list(itertools.takewhile(lambda t: t not in ends, row)) for row, _ in whole]
+        return [(cut, len(cut) < len(row)) for cut, (row, _) in zip(wanted, whole)]
+
+    whole = drawn(tmp_path / "exported")
+    ends = [row[5] for row, _ in whole] + [255]
+    assert ends[0] != ends[1] and cut(ends) != cut(ends[:1]) != cut(ends[1:]) != whole
+    folder = with_ends(tmp_path / "exported", tmp_path / "two", ends)
+    hf.import_folder(str(folder), str(tmp_path / "imported"))
+    hf.export(str(tmp_path / "imported"), str(tmp_path / "again"))
+    for place in ("two", "imported"):
+        assert drawn(tmp_path / place) == cut(ends), place
+    ids = [
+        files.read_json(str(tmp_path / "again"), f"{name}.json")
+        for name in ("generation_config", "config")
+    ]
+    assert [one["eos_token_id"] for one in ids] == [[256, *sorted(ends)], 256]
+    encoding = tokenization.folder_tokenizer(str(run))
+    cfg = utils.replace(cfg, prompt="ab", temperature=0.0, max_tokens=24)
+    text, *_ = sampling.make_sampler(cfg, mesh, encoding)(params)
+    end = next(letter for letter in text[2:] if letter.isascii())  # a token is a byte
+    shorter, *_ = sampling.make_sampler(cfg, mesh, encoding, [255, ord(end)])(params)
+    assert shorter == "ab" + text[2:].split(end)[0]
+
+
+@pytest.mark.parametrize("wrong", ["2", 1.5, True, {}, [1, "2"]])
+def test_an_eos_token_id_that_is_none_gets_a_sentence(wrong, tmp_path):
+    files.write_json(f"{tmp_path}/generation_config.json", dict(eos_token_id=wrong))
+    refusal(lambda: weights.ends(str(tmp_path)), "generation_config.json: eos_token_id is")
 
 
 HOSTILE = ["", "a", "<|endoftext|> spelled", "naïve 日本語 🦙👩‍👩‍👧 \x00\x01", "  \n\n\t x   "]

@@ -71,17 +71,21 @@ def test_weights_are_fetched_when_they_are_loaded(exported, cached):
 
 
 def test_the_whole_file_is_fetched_where_there_are_others_too(cached, monkeypatch):
-    """As transformers chooses; only the hub knows of it before it is there."""
+    """As transformers chooses; only the hub knows of it before it is there. generation_config.json, which has the ends of
+    text, is fetched with what describes the model."""
     folder, asked = cached("org/name"), []
     os.remove(folder / hugging_face.WHOLE)
     write_json(f"{folder}/{hugging_face.INDEX}", dict(weight_map={"a": "1.safetensors"}))
 
-    def ask(name, method, revision, files_metadata=False, allow_patterns=None):
+    def ask(name, method, revision=None, files_metadata=False, allow_patterns=None):
         asked.append(allow_patterns)
+        if not files_metadata:
+            return str(folder)
         return SimpleNamespace(siblings=[SimpleNamespace(rfilename=f, size=1) for f in there])
 
-    assert hub.folder_of("hf://org/name") == str(folder)
     monkeypatch.setattr(hub, "ask", ask)
+    assert hub.folder_of("hf://org/name") == str(folder)
+    assert {"config.json", "generation_config.json"} < {*asked.pop()}
     for there in (["1.safetensors"], ["1.safetensors", hugging_face.WHOLE]):
         hub.download("hf://org/name")
         assert asked.pop() == there[-1:]

@@ -3,6 +3,7 @@
 import functools
 import json
 import re
+import shutil
 from types import SimpleNamespace
 
 import jax
@@ -143,6 +144,21 @@ def test_scores_are_those_of_the_backend_for_hugging_face_models(
         (ours, our_texts), (theirs, texts) = answers(found, name), answers(scores_there, name)
         assert our_texts == texts
         assert np.allclose(ours, theirs, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("models", ["gpt2"], indirect=True)
+def test_an_answer_ends_at_every_eos_token_id(models, tasks_folder, tmp_path, monkeypatch):
+    """Where every token ends it, nothing is left."""
+    with_answers = functools.partial(lm_eval.evaluate, log_samples=True)
+    monkeypatch.setattr(tasks, "evaluate", lambda *a, log_samples, **k: with_answers(*a, **k))
+    folder = shutil.copytree(models[1], tmp_path / "folder")
+
+    def texts(ends):
+        (folder / "generation_config.json").write_text(json.dumps(dict(eos_token_id=ends)))
+        found = asked(folder, tasks_folder, tasks=("local_written",), limit=2)["tasks"]
+        return answers(found, "local_written")[1]
+
+    assert all(texts(0)) and texts([0, *range(512)]) == ["", ""]
 
 
 def test_a_task_draws_with_the_defaults_of_transformers(named_tokenizers):

@@ -48,7 +48,8 @@ class Sample(Options, utils.Sample):
     max_tokens: int | None = flag(None, least=1)
     """Tokens to add to a prompt. None: 64, or as many as fit in the sequence."""
     stop: tuple[str, ...] = ()
-    """Strings before which a row ends; the end-of-text token always ends it."""
+    """Strings before which a row ends; the end-of-text token always ends it, and each eos_token_id of a model in the
+    Hugging Face format."""
     seed: int = utils.Run.seed
     """Seed of the draws."""
 

@@ -20,7 +20,7 @@ from pydantic import Field
 from data.tokenization import text_of, whole_characters
 from inference import decoding
 from inference.scores import length_for
-from inference.weights import positions
+from inference.weights import ends, positions
 from runtime.messages import UserError, first_line, warn
 from tools import common
 from tools.sample import Row
@@ -120,9 +120,9 @@ class Answer:
 class Continuation:
     """One choice of an answer: the row of its prompt."""
 
-    def __init__(self, answer, index, prompt, encoding):
+    def __init__(self, answer, index, prompt, encoding, ends):
         self.answer, self.index = answer, index
-        self.row = Row(encoding, prompt, answer.asked, hidden=len(prompt))
+        self.row = Row(encoding, prompt, answer.asked, hidden=len(prompt), ends=ends)
         self.told = []  # of each token: its log p, the likeliest tokens' log p, these tokens
         self.shown = 0  # tokens whose probabilities were passed on
 
@@ -218,6 +218,7 @@ class Batch:
         options = common.Options(model=folder, n_device_axis=(1, 1, 1), n_devices=1)
         self.cfg, mesh, self.params, self.encoding = common.open_model(options, text=True)
         self.before = common.before_prompt(options, self.encoding)
+        self.ends = ends(folder)
         self.T = positions(folder, self.cfg.model.T)
         self.prefill, self.advance, self.join = programs(self.cfg, mesh, self.T)
         unused = *decoding.pad([[0]] * n_rows, 1), settings(n_rows)
@@ -251,7 +252,7 @@ class Batch:
         answer.tell(None)
         rows = [prompt for prompt in prompts for _ in range(asked.n)]
         for index, prompt in enumerate(rows):
-            self.waiting.append(Continuation(answer, index, prompt, self.encoding))
+            self.waiting.append(Continuation(answer, index, prompt, self.encoding, self.ends))
 
     def draw(self):
         """Read the prompts that wait into rows that are free, draw the next tokens of all rows, and pass them on."""

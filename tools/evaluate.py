@@ -159,7 +159,8 @@ def main(options):
         from inference import tasks  # here: it takes lm_eval seconds to be imported
 
         T = options.T or cfg.model.T
-        lm = tasks.TaskModel(cfg, mesh, encoding, options.batch_size, T, options.start)
+        ends = weights.ends(options.model)
+        lm = tasks.TaskModel(cfg, mesh, encoding, options.batch_size, T, options.start, ends)
         loaded = tasks.load(options.tasks, options.include_path, lm, options.num_fewshot)
         found = tasks.ask(lm, params, loaded, options.limit, bootstrap=1000)
         found["config"] = dict(model=options.model, T=T, limit=options.limit, start=options.start)

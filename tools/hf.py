@@ -49,6 +49,7 @@ def import_folder(folder, run_dir):
     output_dir, name = os.path.split(os.path.abspath(run_dir))
     config = utils.flatten(cfg) | dict(name=name, output_dir=output_dir, encoding="")
     config["positions"] = weights.positions(folder, flags["T"])
+    config["eos_token_id"] = weights.ends(folder)
     with appearing(run_dir) as part:
         tokenizer = f"{folder}/tokenizer.json"
         if os.path.isfile(tokenizer):
@@ -87,6 +88,9 @@ def export(run_dir, folder, dtype="float32", title=""):
         write_json(f"{part}/training.json", read_json(run_dir, "config.json"))
         # without max_length transformers adds 256 tokens, too many for a small GPT-2
         how = ends | dict(pad_token_id=ends["eos_token_id"], max_length=int(cfg.model.T))
+        others = set(weights.ends(run_dir)) - {ends["eos_token_id"]}
+        if others:
+            how["eos_token_id"] = [ends["eos_token_id"], *sorted(others)]
         write_json(f"{part}/generation_config.json", how)
         name = title or os.path.basename(os.path.abspath(folder))
         write_file(f"{part}/README.md", model_card(run_dir, name, config, count))
@@ -126,9 +130,10 @@ def export_tokenizer(folder, run_dir, m):
     encoding = tokenization.folder_tokenizer(run_dir)
     if encoding is None:
         say(f"warning: {run_dir} has no tokenizer, so what is exported has none")
-        end = m.end_of_text if m.end_of_text >= 0 else None  # transformers takes no id of its own
+        begin = m.end_of_text if m.end_of_text >= 0 else None  # transformers takes no id of its own
+        end = next(iter(weights.ends(run_dir)), begin)
     else:
-        end = encoding.eot_token
+        begin = end = encoding.eot_token
     if isinstance(encoding, tokenization.HubTokenizer):
         tokenization.keep_tokenizer(folder, f"{run_dir}/tokenizer.json")
     elif encoding:
@@ -141,7 +146,7 @@ def export_tokenizer(folder, run_dir, m):
             clean_up_tokenization_spaces=False,
         )
         write_json(f"{folder}/tokenizer_config.json", about)
-    return dict(bos_token_id=end, eos_token_id=end)
+    return dict(bos_token_id=begin, eos_token_id=end)
 
 
 def byte_level(encoding):

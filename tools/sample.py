@@ -29,20 +29,22 @@ if __name__ == "__main__":
 import jax
 
 from inference import decoding
-from inference.weights import positions
+from inference.weights import ends, positions
 
 MULTIPLE = 64  # to which prompts are padded, so that programs compiled for one fit others
 
 
 class Row:
-    """One sequence as its tokens arrive. prompt: token ids, the first `hidden` not shown; head: text shown before."""
+    """One sequence as its tokens arrive. prompt: token ids, the first `hidden` not shown; head: text shown before;
+    ends: of `weights.ends`."""
 
-    def __init__(self, encoding, prompt, options, hidden=1, head=""):
+    def __init__(self, encoding, prompt, options, hidden=1, head="", ends=()):
         self.encoding, self.prompt, self.options = encoding, prompt, options
+        self.ends = {encoding.eot_token, *ends}
         self.tokens = []  # that were drawn
         self.text = ""  # of them, as far as no later token changes it
         self.done = False
-        self.stopped = False  # by the end of text or a stop string, not by max_tokens
+        self.stopped = False  # by a token that ends text or a stop string, not by max_tokens
         self.prompt_length = len(text_of(encoding, prompt))  # characters
         self.unseen = head + text_of(encoding, prompt[hidden:])  # text that was not printed yet
 
@@ -50,11 +52,10 @@ class Row:
         """Take further tokens. `text` and `unseen` grow by what no later token changes."""
         if self.done:
             return
-        end = self.encoding.eot_token
         stop = self.options.stop
         tokens = tokens[: self.options.max_tokens - len(self.tokens)]
-        self.tokens += itertools.takewhile(lambda token: token != end, tokens)
-        self.stopped = end in tokens
+        self.tokens += itertools.takewhile(lambda token: token not in self.ends, tokens)
+        self.stopped = not self.ends.isdisjoint(tokens)
         text = text_of(self.encoding, self.prompt + self.tokens)[self.prompt_length :]
         for string in stop:
             self.stopped = self.stopped or string in text
@@ -115,6 +116,7 @@ def main(options):
 def continue_prompts(options, cfg, mesh, params, encoding, programs, chunk=decoding.CHUNK):
     """Print the continuations of the prompts, `chunk` tokens at a time; returns their `Row`s."""
     before = common.before_prompt(options, encoding)
+    further_ends = ends(options.model)
     if "" in options.stop:
         raise UserError("--stop: is empty; give a text.")
     prompts = [[*before, *encoding.encode_ordinary(text)] for text in options.prompt]
@@ -126,7 +128,7 @@ def continue_prompts(options, cfg, mesh, params, encoding, programs, chunk=decod
     rows = []
     for i, ids in enumerate(batch):
         head = f"--- {i}\n" if len(batch) > 1 else ""
-        rows.append(Row(encoding, ids, options, len(before), head))
+        rows.append(Row(encoding, ids, options, len(before), head, further_ends))
     n_tokens = sum(map(len, batch))
     batch += [[encoding.eot_token]] * (-len(batch) % mesh.shape["dp"])  # dp must divide it
     n = math.ceil(longest / MULTIPLE) * MULTIPLE
