@@ -367,6 +367,29 @@ BAD_FILES = [  # name of a file, its content, what is said
 ]
 
 
+ROTARY = [  # entries that mean what is there
+    {"hidden_act": "swish"},
+    {"partial_rotary_factor": 1.0},
+    {"rope_scaling": {"type": "linear", "factor": 1.0}},
+    {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.0}},
+    {"rope_scaling": None, "mlp_bias": False},
+    {"attn_logit_softcapping": None},
+]
+SPELLINGS = {"deepseek": ROTARY, "qwen3": ROTARY, "gpt2": []}
+SPELLINGS["gpt2"] = [{"activation_function": name} for name in ("gelu_pytorch_tanh", "gelu_fast")]
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_other_spellings_in_config_json_mean_the_same(name):
+    form = architectures.architecture(name).hugging_face
+    config = form.config(small_config(**ARCHITECTURES[name]).model)
+    wanted = hugging_face.model_flags(config, "")
+    for other in SPELLINGS[name]:
+        assert hugging_face.model_flags(config | other, "") == wanted, other
+    for other in [{"partial_rotary_factor": 0.5}, {"hidden_act": "gelu"}, {"unknown": 1}]:
+        refusal(lambda: hugging_face.model_flags(config | other, ""), *other)
+
+
 def test_bad_configs_tensors_and_files_are_refused_by_name(deepseek, tmp_path):
     folder, odd, out = deepseek[2], tmp_path / "spoilt", str(tmp_path / "x")
     configs = [(config, {}, said) for config, said in BAD_CONFIGS]

@@ -71,8 +71,8 @@ def test_weights_are_fetched_when_they_are_loaded(exported, cached):
 
 
 def test_the_whole_file_is_fetched_where_there_are_others_too(cached, monkeypatch):
-    """As transformers chooses; only the hub knows of it before it is there. generation_config.json, which has the ends of
-    text, is fetched with what describes the model."""
+    """As transformers chooses; only the hub knows of it before it is there. generation_config.json, which has the ends
+    of text, is fetched with what describes the model."""
     folder, asked = cached("org/name"), []
     os.remove(folder / hugging_face.WHOLE)
     write_json(f"{folder}/{hugging_face.INDEX}", dict(weight_map={"a": "1.safetensors"}))

@@ -128,6 +128,41 @@ def test_logits_and_gradients_are_those_of_transformers(size, tmp_path):
     assert not wanted
 
 
+def test_the_trainer_accumulates_gradients_as_of_one_batch(tmp_path):
+    """Its loss and gradient do not depend on how a batch is cut, also where rows have unequal numbers of targets."""
+    pytest.importorskip("accelerate", reason="accelerate, which Trainer needs, is not installed")
+    cfg = small_config(**OWN | given("--blocks 1 --layers_per_block 2 --n_experts 2"))
+    tokens = np.random.default_rng(0).integers(0, cfg.model.vocab_size, (4, 12)).tolist()
+    labels = [[-100] * 2 * i + row[2 * i :] for i, row in enumerate(tokens)]
+    rows = [dict(input_ids=ids, labels=targets) for ids, targets in zip(tokens, labels)]
+    logged = []
+    for accumulation in (1, 2):
+        args = transformers.TrainingArguments(
+            str(tmp_path),
+            per_device_train_batch_size=4 // accumulation,
+            gradient_accumulation_steps=accumulation,
+            max_steps=1,
+            logging_steps=1,
+            use_cpu=True,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        )
+        trainer = transformers.Trainer(reference(cfg, tmp_path), args, train_dataset=rows)
+        torch.manual_seed(0)
+        trainer.train()
+        logged.append([trainer.state.log_history[0][key] for key in ("loss", "grad_norm")])
+    assert np.allclose(logged, logged[0], rtol=1e-4) and logged[0][0] > 1
+
+
+def test_a_cache_that_the_exported_code_has_not_gets_a_sentence(tmp_path):
+    theirs = reference(small_config(**OWN), tmp_path)
+    with pytest.raises(
+        ValueError, match="with a DynamicCache, not with a StaticCache; leave cache"
+    ):
+        theirs.generate(torch.arange(5)[None], max_new_tokens=2, cache_implementation="static")
+
+
 @pytest.mark.parametrize("size", ["own", "groups", "gpt2", "qwen3"])
 def test_text_continues_as_transformers_continues_it(size, train, text_shards, tmp_path):
     """From a prompt's text to the text after it, by two independent programs, of a run that knows its tokenizer."""

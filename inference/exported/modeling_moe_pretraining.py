@@ -253,12 +253,18 @@ class MoEPretrainingForCausalLM(PreTrainedModel, GenerationMixin):
         **others,
     ):
         """input_ids [B, t] -> logits [B, t, vocabulary], or of the last logits_to_keep tokens alone. attention_mask
-        [B, T] is 0 for padding; labels [B, t] as transformers has them, -100 for tokens without a loss."""
+        [B, T] is 0 for padding; labels [B, t] as transformers has them, -100 for tokens without a loss. others:
+        arguments of the loss, such as num_items_in_batch, by which Trainer divides where it accumulates gradients."""
         B, t = input_ids.shape
         if cache is None:  # transformers before 5.24 calls it by the other name
             cache = past_key_values
         if use_cache and cache is None:
             cache = DynamicCache()
+        if not isinstance(cache, DynamicCache | None):
+            raise ValueError(
+                f"This model decodes with a DynamicCache, not with a {type(cache).__name__}; leave "
+                f"cache_implementation out."
+            )
         before = 0 if cache is None else cache.get_seq_length()
         query = before + torch.arange(t, device=input_ids.device)
         if position_ids is None:
@@ -275,7 +281,7 @@ class MoEPretrainingForCausalLM(PreTrainedModel, GenerationMixin):
         logits = self.lm_head(x[:, -logits_to_keep:])
         loss = None
         if labels is not None:
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+            loss = self.loss_function(logits, labels, self.config.vocab_size, **others)
         output = CausalLMOutputWithPast(loss=loss, logits=logits)
         output["cache" if hasattr(output, "cache") else "past_key_values"] = cache
         return output
