@@ -112,7 +112,7 @@ def weight_files(folder):
 
 def files_of(folder):
     """{name of tensor: `Stored`} of a folder's safetensors. Raises UserError for files that are missing or torn."""
-    files, found = weight_files(folder), {}
+    files, found, left_over = weight_files(folder), {}, {}
     owner = weight_map(folder)
     if files == [WHOLE]:
         warn_of_others(folder, owner)
@@ -121,13 +121,18 @@ def files_of(folder):
         path = os.path.join(folder, file)
         for name, stored in headers(path):
             if owner.get(name, file) != file:
-                continue  # left over from another saving: the index has the tensor elsewhere
+                left_over[name] = path  # of another saving: the index has the tensor elsewhere
+                continue
             if name in found:
                 raise UserError(
                     f"{folder}: tensor {name} is in {found[name].path} and in {path}, and {INDEX} does not say which "
                     f"counts."
                 )
             found[name] = stored
+    for name in left_over.keys() - found.keys():
+        raise UserError(
+            f"{folder}: tensor {name} is in {left_over[name]}, but {INDEX} has it in {owner[name]}; copy both again."
+        )
     return found
 
 
