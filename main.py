@@ -18,7 +18,7 @@ from importlib import import_module
 
 import utils
 from runtime import platforms
-from runtime.files import write_file, write_json
+from runtime.files import check_run_path, write_file, write_json
 from runtime.messages import UserError, one_sentence, say
 from training import command_line
 
@@ -54,6 +54,7 @@ def main(flags, began=None):
     goodput = Goodput(began or time.time())
     asked = flags.cfg  # not settled: only what no run, no data and no device changes is read of it
     settings.check_names(asked)  # before anything is written there
+    processes.on_all(lambda: check_run_path(asked.run.folder, "--output_dir"))
     steps.configure_jax(asked)
     of_weights = load_weights = None
     if asked.run.init_from:

@@ -215,9 +215,9 @@ class Run:
     """JSON file of flags, such as the config.json of a run, between the preset and the flags that are given."""
     name: str = setting("moe1b", first=True)
     """Name of the run, which is saved in output_dir/name."""
-    output_dir: str = setting("runs", per_process=True, first=True)
+    output_dir: str = setting("runs", per_process=True, first=True, path=True)
     """Folder or gs:// address of all runs (Orbax writes no checkpoint to s3://)."""
-    init_from: str = setting("", first=True)
+    init_from: str = setting("", first=True, path=True)
     """Weights of a new run: a run directory, a Hugging Face folder, or hf://ORGANISATION/NAME[@REVISION] or gpt2 of its
     hub. They have the architecture."""
     n_device_axis: Mesh = setting((0, 1, 1), first=True, most=MANY)

@@ -24,6 +24,9 @@ from runtime.messages import UserError, first_line, warn
 # They would print a traceback of each failed try; `persist` reports failures in a sentence.
 LIBRARIES = "gcsfs", "s3fs", "fsspec", "google", "aiohttp", "aiobotocore", "botocore", "asyncio"
 WAITS = (1, 2, 4, 8, 16, 32)  # seconds before each further try: a minute's failure costs no run
+# What Orbax takes for something else in a path, of which it makes a glob and an address: brackets, **, a backslash,
+# gs:/ with one slash, and bytes that are not UTF-8.
+MISREAD = re.compile(r"[][\\\ud800-\udfff]|\*\*|gs:/(?!/)")
 PART = re.compile(r"\.[0-9a-f]{16}\.part$")  # what only names of `part_of` end in
 
 
@@ -104,6 +107,16 @@ def check_plain(path):
             raise OSError(errno.EINVAL, "it is no plain file")
         if not os.access(path, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+def check_run_path(path, other="place"):
+    """Raises UserError where no checkpoint saved at the path or address could be read back; symlinks are followed.
+    other: what to give another of."""
+    path = path if is_remote(path) else os.path.realpath(path)
+    if found := MISREAD.search(path):
+        raise UserError(
+            f"{path}: no checkpoint can be saved in a path with {found[0]} in it; give another {other}."
+        )
 
 
 def part_of(path):

@@ -140,6 +140,8 @@ def value_in_file(f, value):
     for v in values:
         if must := unmet(f, v):
             raise UserError(must)
+    if f.metadata.get("path"):
+        values = [os.path.expanduser(v) for v in values]
     return tuple(values) if n > 1 else values[0]
 
 

@@ -50,6 +50,14 @@ def byte_ranks(tmp_path):
     return str(tmp_path / "bytes.tiktoken")
 
 
+def test_the_home_folder_is_the_same_for_what_reads_and_what_writes(tmp_path, monkeypatch):
+    """A shell leaves --output_dir=~/runs as it is."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "flags.json").write_text('{"output_dir": "~/runs", "name": "a"}')
+    for words in (["--output_dir=~/runs", "--name", "a"], ["--config", f"{tmp_path}/flags.json"]):
+        assert command_line.parse(words).cfg.run.folder == f"{tmp_path}/runs/a"
+
+
 # without --config, which needs a file
 @pytest.mark.parametrize("name", sorted(set(FIELDS) - {"config"}))
 def test_every_flag_reaches_its_field_and_no_other(name, byte_ranks):

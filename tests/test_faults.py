@@ -34,7 +34,8 @@ import utils
 from data.sources.kinds import open_source
 from runtime import files, interrupts, locks, messages, processes
 from tools import checkpoints as tool
-from training import checkpointing, steps
+from tools import hf
+from training import checkpointing, command_line, steps
 from training.bad_steps import BadSteps, Rollback
 
 PER_STEP = 8  # sequences
@@ -196,6 +197,68 @@ def test_a_run_whose_last_checkpoint_is_not_written_ends_in_an_error(train, caps
     done = capsys.readouterr()
     assert "the last checkpoint, of step 1, could not be written; make room and rerun" in done.err
     assert "done at" not in done.out and "saved in" not in done.out, "one ending"
+
+
+def test_a_path_that_orbax_would_misread_is_refused_before_anything_is_written(
+    train, tmp_path, monkeypatch
+):
+    """Brackets, wherever in the path they come from; what other links and characters it has does not matter."""
+    inside = tmp_path / "b[1]"
+    for folder in (inside, tmp_path / "plain"):
+        folder.mkdir()
+    (tmp_path / "to_inside").symlink_to(inside)
+    (tmp_path / "l[1]").symlink_to("plain")
+    monkeypatch.chdir(inside)
+    places = ["runs", ".", tmp_path / "to_inside", tmp_path / "a[b", "../a]b"]
+    places += [tmp_path / name for name in ("a**b", "a\\b", "gs:", "\udce9")]
+    before = sorted(tmp_path.rglob("*"))
+    for place in [*places, "gs://bucket/a[1]"]:
+        refusal(lambda: train(output_dir=place), "/run: no checkpoint can be saved", "--output_dir")
+        words = ["--preset", "tiny", "--output_dir", str(place)]
+        if "://" in str(place):
+            refusal(lambda: command_line.check(words, elsewhere=True), "no checkpoint can be saved")
+        else:  # another machine has other links and another folder to begin in
+            command_line.check(words, elsewhere=True)
+    asked = hf.Options("import", "hf://is/not-asked-for", "imported [x]")
+    refusal(lambda: hf.main(asked), f"{inside}/imported [x]: no checkpoint can be saved")
+    assert sorted(tmp_path.rglob("*")) == before, "a refusal leaves nothing"
+    odd = tmp_path / "l[1]/*?{a,b} %20#é'~"
+    for training_steps in (1, 2):
+        assert train(**TINY, output_dir=odd, training_steps=training_steps) == 0
+    assert [row["step"] for row in metrics_of(odd / "run")] == [1, 2]
+
+
+def test_a_checkpoint_that_cannot_be_read_back_is_a_save_that_failed(
+    train, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(checkpointing, "check_run_path", lambda *_: None)
+    monkeypatch.setattr(main, "check_run_path", lambda *_: None)
+    flags = dict(TINY, output_dir=tmp_path / "b[1]", training_steps=4, save_steps=2)
+    assert train(**flags) == 1
+    said = capsys.readouterr()
+    for step in (2, 4):
+        assert f"checkpoint {step} could not be written (its arrays cannot be read" in said.err
+    assert "the last checkpoint, of step 4, could not be written" in said.err
+    assert "saved in" not in said.out
+    assert os.listdir(tmp_path / "b[1]/run/checkpoints") == []
+
+    read_back = checkpointing.Checkpoints._read_back
+
+    def fails(checkpoints, step):
+        read_back(checkpoints, step)
+        if step == 2:
+            raise OSError("damaged on its way")
+
+    monkeypatch.setattr(checkpointing.Checkpoints, "_read_back", fails)
+    folder = tmp_path / "c"
+    one = checkpointing.Checkpoints(str(folder), keep=1)
+    for step, newest in ((1, 1), (2, 1), (3, 3)):
+        one.save(step, state_of(step), step, {})
+        one.finish()
+        assert (one.on_disk, os.listdir(folder)) == (newest, [str(newest)]), "the older one stays"
+        assert one.saved == (None if step == 2 else step)
+    one.close()
+    assert restored(folder) == 3
 
 
 def test_checkpoints_are_listed_and_verified(two_checkpoints, tmp_path, capsys):

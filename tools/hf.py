@@ -29,7 +29,7 @@ from tokenizers import pre_tokenizers
 import utils
 from data import tokenization
 from inference import hub, hugging_face, weights
-from runtime.files import appearing, is_remote, read_json, write_file, write_json
+from runtime.files import appearing, check_run_path, is_remote, read_json, write_file, write_json
 from runtime.messages import UserError, first_line, say
 from runtime.parser import place
 from tools import common
@@ -213,6 +213,7 @@ def main(options):
     if options.command == "export":
         export(options.source, options.target, options.dtype)
     else:
+        check_run_path(options.target)
         import_folder(options.source, options.target)
 
 

@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax import lax
 
-from runtime.files import filesystem, is_remote, persist, read_json
+from runtime.files import check_run_path, filesystem, is_remote, persist, read_json
 from runtime.messages import UserError, first_line, warn
 from runtime.processes import all_of
 
@@ -73,6 +73,13 @@ def meet_or_fail():
     return barrier
 
 
+def reader_of_one(handler):
+    """Orbax's reader for this process alone: one that finds damage would leave the others in Orbax's barriers."""
+    me = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(me, {me}, f"process{me}")
+    return ocp.Checkpointer(handler, multiprocessing_options=alone)
+
+
 def kept(losses, keep, every=0):
     """The steps to keep of {step: validation loss or None}: the newest `keep`, every `every`-th (0: none), the best."""
     steps = sorted(losses)
@@ -108,7 +115,9 @@ class Checkpoints:
                 persist(lambda: fs.get(paths, copies), folder)
             folder = self.copy.name
         if not is_remote(folder):
-            folder = os.path.abspath(folder)
+            folder = os.path.realpath(folder)
+        if keep is not None:
+            check_run_path(folder)
         self.folder = epath.Path(folder)
         several = jax.process_count() > 1
         options = ocp.CheckpointManagerOptions(
@@ -119,7 +128,7 @@ class Checkpoints:
         self.manager = ocp.CheckpointManager(self.folder, options=options)
         self.watcher = ThreadPoolExecutor(1, "checkpoint")
         self.saved = None  # step of the newest checkpoint, which may still be on its way
-        self.on_disk = None  # step of the newest one that is written
+        self.on_disk = None  # step of the newest one that is written and can be read back
         self.written = None  # future of the end of the newest save
 
     def save(self, step, state, sequences, about, val_loss=None):
@@ -142,6 +151,8 @@ class Checkpoints:
         """Wait until the save of `step` has ended, and remove what need not stay, or what a failed one left."""
         try:
             self.manager.wait_until_finished()
+            if jax.process_index() == 0:
+                self._read_back(step)
             self.on_disk = step
             if jax.process_index() == 0:
                 with contextlib.suppress(Exception):  # as below; the next save tries again
@@ -152,6 +163,14 @@ class Checkpoints:
                 f"tries again"
             )
             self._clean_up(step)
+
+    def _read_back(self, step):
+        """Raises an error where a checkpoint cannot be opened again: all that describes its arrays, not their numbers.
+        Orbax itself reports no error where it wrote something else than it reads."""
+        self.meta(step)
+        reader = reader_of_one(ocp.PyTreeCheckpointHandler())
+        if reader.metadata(self.folder / str(step) / "state").item_metadata is None:
+            raise OSError("its arrays cannot be read back")
 
     def _remove_old_ones(self):
         self.manager.reload()
@@ -170,6 +189,9 @@ class Checkpoints:
         with contextlib.suppress(Exception):
             self.manager.check_for_errors()  # or the next save would raise its error
         torn = f"{self.folder / str(step)}{ocp.path.step.TMP_DIR_SUFFIX}"
+        if jax.process_index() == 0:
+            with contextlib.suppress(Exception):  # mostly it is not there
+                (self.folder / str(step)).rmtree()
         for _ in range(10 if jax.process_index() == 0 else 0):
             shutil.rmtree(torn, ignore_errors=True)
             time.sleep(0.5)  # a part of it may still be on its way
@@ -182,10 +204,11 @@ class Checkpoints:
             self.written.result()
             with contextlib.suppress(Exception):  # Orbax raises it once in each thread that asks
                 self.manager.wait_until_finished()
-            all_of(True)  # nobody looks before it is done
+            on_all = all_of(self.on_disk == self.saved)  # nobody looks before it is done
             self.manager.reload()
-            if self.saved not in self.steps():
+            if not on_all or self.saved not in self.steps():
                 self.saved = None
+                self.on_disk = max(self.steps(), default=None)
         self.written = None
 
     def steps(self):
@@ -242,11 +265,7 @@ class Checkpoints:
     def _newest_sound(self, args, steps):
         """((what `args` read of the first sound checkpoint of `steps`, its meta), those before, which are damaged);
         (None, []) where there are no checkpoints. Raises UserError where none is sound, or one is of another model."""
-        # for this process alone: one that finds damage would leave the others in Orbax's barriers
-        me = jax.process_index()
-        alone = ocp.options.MultiprocessingOptions(me, {me}, f"process{me}")
-        handler = ocp.CompositeCheckpointHandler()
-        reader = ocp.Checkpointer(handler, multiprocessing_options=alone)
+        reader = reader_of_one(ocp.CompositeCheckpointHandler())
         damaged = []
         for step in steps:
             found, reason = self._read(reader, step, args)

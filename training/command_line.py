@@ -9,7 +9,7 @@ from pathlib import Path
 import utils
 from data.tokenization import load_tokenizer
 from presets import preset
-from runtime.files import is_remote, read_json
+from runtime.files import check_run_path, is_remote, read_json
 from runtime.messages import UserError, nearest, one_sentence
 from runtime.parser import RENAMED, foreign, read_words
 from training.settings import SPLIT, Flags, check_same, settle, without
@@ -130,6 +130,8 @@ def check(argv, elsewhere):
     r = flags.cfg.run
     if flags.cfg.plan.plan:
         return flags
+    if not elsewhere or is_remote(r.folder):
+        check_run_path(r.folder, "--output_dir")
     if not elsewhere:
         check_processes(flags)
         if not is_remote(r.folder):
