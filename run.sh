@@ -194,7 +194,7 @@ on_this_machine() {
     if [[ $source == stdlib ]]; then train+=(--data "$bucket"); else set -- "$@" --data "$bucket"; fi
   fi
   simulate_devices
-  # exec: Ctrl-C and SIGTERM reach main.py itself, which then writes a checkpoint
+  # exec: signals reach main.py itself, which then writes a checkpoint
   ((${MAX_RESTARTS:-0} == 0)) || exec bash tools/cluster/supervise.sh "$MAX_RESTARTS" "" "$python" "${train[@]}" "$@"
   exec "$python" "${train[@]}" "$@"
 }

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM, from the first line of a program on.
+"""The signals that ask a program to end, from its first line on.
 
 Imports nothing that takes time to load: Ctrl-C in the middle of that would end in a traceback.
 """
@@ -9,7 +9,9 @@ import sys
 import time
 from _thread import allocate_lock
 
-SIGNALS = signal.SIGINT, signal.SIGTERM
+INSISTING = signal.SIGINT, signal.SIGTERM  # which a person or a supervisor repeats on purpose
+# A terminal that is closed; a batch system before the time of its job is over; the limit of a process's CPU time.
+SIGNALS = *INSISTING, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU
 PACKAGES = "jax", "optax", "orbax", "tiktoken", "fsspec"  # that every program needs
 NOTHING_LOST = "interrupted while no step was in progress; nothing was lost"
 
@@ -42,11 +44,18 @@ def give_back():
             pass
 
 
+def heeded():
+    """The SIGNALS but for those that whoever started this program had it ignore, as nohup does with SIGHUP. A shell
+    ignores SIGINT for what it puts in the background, which is no such wish."""
+    ignored = {number for number in SIGNALS if signal.getsignal(number) == signal.SIG_IGN}
+    return [number for number in SIGNALS if number in INSISTING or number not in ignored]
+
+
 def begin(words="interrupted"):
-    """What every program begins with. Both signals end the process, with these words, as soon as the main thread is in
+    """What every program begins with. A signal ends the process, with these words, as soon as the main thread is in
     Python, while it imports; one that the program spawned ends without a word. A missing package ends it too."""
     words = "" if "__mp_main__" in sys.modules else words
-    for number in SIGNALS:
+    for number in heeded():
         signal.signal(number, lambda number, _: end(128 + number, words))
     from importlib.util import find_spec  # here: a signal while it is imported is heard
 
@@ -71,8 +80,8 @@ def run(program):
         raise KeyboardInterrupt
 
     try:
-        signal.signal(signal.SIGINT, interrupt)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in heeded():
+            signal.signal(number, interrupt if number == signal.SIGINT else signal.SIG_DFL)
         done = messages.one_sentence(program)
         sys.exit(done if isinstance(done, int) else 0)
     except KeyboardInterrupt:
@@ -81,7 +90,7 @@ def run(program):
 
 
 def watch(note):
-    """Call note(number) in a thread of its own for either signal, at once: a handler of Python's would wait until the
+    """Call note(number) in a thread of its own for every signal, at once: a handler of Python's would wait until the
     main thread comes out of XLA, which may compile for minutes. Returns a function that ends this."""
     import threading
 
@@ -93,7 +102,7 @@ def watch(note):
             if received[0] in SIGNALS:
                 note(received[0])
 
-    handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+    handlers = {number: signal.signal(number, lambda *_: None) for number in heeded()}
     before = signal.set_wakeup_fd(write_end)  # Python writes the number of each signal there
     thread = threading.Thread(target=listen, name="signals", daemon=True)
     thread.start()

@@ -174,8 +174,10 @@ def same_everywhere(things):
 
 
 class Interrupt:
-    """SIGTERM and SIGINT while steps run. The first one is noted until the step in progress is done and saved; the
-    second prints what a third would lose; the third ends the process at once. unsaved(): what it loses, in words."""
+    """The signals while steps run. The first one is noted until the step in progress is done and saved; the second
+    prints what a third would lose; the third ends the process at once, if it is SIGINT or SIGTERM: the kernel itself
+    repeats SIGXCPU every second, and SIGHUP comes from the shell and from the terminal. unsaved(): what it loses, in
+    words."""
 
     FAILED = 99  # above every signal
 
@@ -211,7 +213,7 @@ class Interrupt:
             say(f"{name}: stopping after this step, with a checkpoint")
         elif self.received == 2:
             say(f"{name}: still stopping; a third signal ends it at once, losing {self.unsaved()}")
-        else:
+        elif number in interrupts.INSISTING:
             interrupts.end(128 + number, f"{name}: ended at once, losing {self.unsaved()}")
 
     def __exit__(self, *_):

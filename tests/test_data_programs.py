@@ -453,7 +453,7 @@ def test_a_worker_is_killed(tokenize, tmp_path, monkeypatch):
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_tokenizing_is_interrupted(ranks_file, tokenize, tmp_path, number):
     """Two workers encode: one line that says what to do, and no process stays. Until then another run of the folder is
     refused."""

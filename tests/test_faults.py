@@ -452,6 +452,41 @@ def test_a_third_signal_ends_at_once_and_says_what_is_lost(train, tmp_path, monk
     assert sorted(os.listdir(tmp_path / "runs/run/checkpoints")) == ["4", "6"]
 
 
+@pytest.mark.parametrize("name", "HUP USR1 USR2 XCPU".split())
+def test_what_terminals_batch_systems_and_limits_send_leaves_a_checkpoint(
+    name, train, tmp_path, monkeypatch, capsys
+):
+    """However often: the kernel repeats some of them. What was ignored when the program began stays ignored."""
+    number, begin = signal.Signals[f"SIG{name}"], processes.Watchdog.begin
+    received = processes.Interrupt._note
+    heard = []
+
+    def noted(interrupt, n):
+        heard.append(n)
+        received(interrupt, n)
+
+    def sent(watchdog, what, step):
+        for n in range(4 if (what, step) == ("training", 3) else 0):
+            os.kill(os.getpid(), number)
+            if signal.getsignal(number) != signal.SIG_IGN:
+                wait_for(lambda: len(heard) > n)
+        begin(watchdog, what, step)
+
+    monkeypatch.setattr(processes.Watchdog, "begin", sent)
+    monkeypatch.setattr(processes.Interrupt, "_note", noted)
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        assert train(**TINY, training_steps=100) == 128 + number
+        assert os.listdir(tmp_path / "runs/run/checkpoints") == ["3"] and heard == [number] * 4
+        assert f"SIG{name}: stopping after this step, with a checkpoint" in capsys.readouterr().out
+        if name == "HUP":
+            signal.signal(number, signal.SIG_IGN)
+            assert train(**TINY, training_steps=4, name="ignoring") == 0
+            assert signal.getsignal(number) == signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
+
+
 def test_a_stop_at_a_save_step_loses_no_samples(train, tmp_path, monkeypatch):
     """Whether a signal or an error is its reason."""
 

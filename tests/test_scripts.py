@@ -220,14 +220,22 @@ def test_run_starts_the_training_again(repository):
         assert "starting it again in 0 s, 1 times more" in done.stdout, done.stdout
 
 
-def test_run_hands_signals_to_the_training(repository):
-    """Who stops the script stops the training itself, which is not started again."""
+@pytest.mark.parametrize("name", "TERM HUP USR1 USR2 XCPU".split())
+def test_run_hands_signals_to_the_training(repository, name):
+    """Who stops the script stops the training itself, which is not started again. What nohup ignores stays ignored."""
+    number = signal.Signals[f"SIG{name}"]
     program(repository.python, "#!/bin/sh\necho ready\nexec sleep 600\n")
     words = ["bash", repository.root / "run.sh", "--max_restarts", "2", "local"]
-    with subprocess.Popen(words, env=CLEAN, stdout=subprocess.PIPE) as process:
-        assert process.stdout.readline() == b"ready\n"
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(300) == 143 and not process.stdout.read()
+    for handler in (signal.SIG_DFL, signal.SIG_IGN)[: 1 + (name == "HUP")]:
+        before = signal.signal(number, handler)  # which the script inherits
+        with subprocess.Popen(words, env=CLEAN, stdout=subprocess.PIPE) as process:
+            signal.signal(number, before)
+            assert process.stdout.readline() == b"ready\n"
+            process.send_signal(number)
+            if handler == signal.SIG_IGN:
+                process.send_signal(signal.SIGTERM)
+            wanted = number if handler == signal.SIG_DFL else signal.SIGTERM
+            assert process.wait(300) == 128 + wanted and not process.stdout.read()
 
 
 WRONG_WORDS = {  # and what the sentence must hold

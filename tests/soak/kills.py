@@ -9,7 +9,7 @@ import time
 from tests.soak import jobs
 from tests.soak.programs import Case, complaint, leftovers, run, start, wait
 
-SIGNALS = [signal.SIGKILL, signal.SIGTERM, signal.SIGINT]
+SIGNALS = [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
 JOBS = "tokenize_source workers_source ranks_source export import train train resume".split()
 
 

@@ -2,7 +2,7 @@
 # tools/cluster/supervise.sh N STATE COMMAND...: run COMMAND, and up to N times again after a crash, a lost peer or a
 # preemption. The pause before is RESTART_PAUSE seconds and doubles each time, up to 5 minutes. The folder STATE (empty:
 # a new one) holds COMMAND's process id in the file `pid` while it runs. COMMAND is not started again if STATE holds a
-# file `stopping`, nor after SIGTERM or SIGINT to this script.
+# file `stopping`, nor after a signal to this script: SIGINT, or one of those below, which COMMAND gets too.
 set -uo pipefail
 restarts=$1 state=$2 first=${RESTART_PAUSE:-5}
 shift 2
@@ -11,7 +11,10 @@ if [[ -z $state ]]; then
   trap 'rm -rf "$state"' EXIT
 fi
 trap ': >"$state/stopping"' INT # a terminal sends it to COMMAND too
-trap ': >"$state/stopping"; kill -TERM "$(<"$state/pid")" 2>/dev/null' TERM
+for name in TERM HUP USR1 USR2 XCPU; do # nohup's ignored HUP stays ignored: bash sets no trap for it
+  # shellcheck disable=SC2064  # the name is that of now
+  trap ': >"$state/stopping"; kill -'"$name"' "$(<"$state/pid")" 2>/dev/null' "$name"
+done
 
 for ((wait = first; ; wait = SECONDS - began > 600 ? first : wait < 160 ? 2 * wait : 300)); do
   began=$SECONDS
