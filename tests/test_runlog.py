@@ -4,6 +4,8 @@ import json
 import math
 import os
 import re
+import shutil
+import struct
 import sys
 from types import SimpleNamespace
 from unittest import mock
@@ -224,10 +226,64 @@ def test_without_a_login_or_a_network_wandb_logs_offline(tmp_path, monkeypatch, 
     log.close()
     asked, again = (call.kwargs for call in fake.init.call_args_list)
     assert again["id"] == asked["id"] and again["mode"] == "offline"
-    assert [call.kwargs["step"] for call in fake.log.call_args_list] == [1, 2]
+    assert [call.args[0]["step"] for call in fake.log.call_args_list] == [1, 2]
     fake.finish.assert_called_once_with()
     said = capsys.readouterr().out
     assert "warning: --wandb: no key; the run is logged offline, and wandb sync" in said
+
+
+def wandb_records(path):
+    """What an offline run's file holds: a log as LevelDB writes it, of protocol buffers."""
+    from wandb.proto import wandb_internal_pb2
+
+    content, at, part = path.read_bytes(), 7, b""
+    while at + 7 <= len(content):
+        room = 2**15 - at % 2**15  # of the block
+        if room < 7:
+            at += room
+            continue
+        length, kind = struct.unpack_from("<HB", content, at + 4)
+        part += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # a whole record, or the end of one
+            yield wandb_internal_pb2.Record.FromString(part)
+            part = b""
+
+
+def test_wandb_has_the_last_value_of_each_step_after_rollbacks_and_resumes(tmp_path, capfd):
+    import wandb
+
+    loss, last, axes = "loss/train_loss", {}, set()
+
+    def log_rows(log, steps, value):
+        for step in steps:
+            log.metrics({"step": step, loss: value + step})
+
+    def close(log):
+        log.close()
+        wandb.teardown()  # until its service has ended, the file may lack the end
+        (path,) = (tmp_path / "run/wandb").glob("latest-run/*.wandb")
+        for record in wandb_records(path):
+            axes.add((record.metric.glob_name, record.metric.step_metric))
+            items = record.history.item
+            row = {(*i.nested_key, i.key)[0]: json.loads(i.value_json) for i in items}
+            if row:
+                last[row["step"]] = row[loss]
+        shutil.rmtree(tmp_path / "run/wandb")  # whose names of two runs in one second are the same
+
+    log = log_in(tmp_path, wandb=True)
+    log_rows(log, (1, 2, 3, 4), 0.0)
+    log.rewind(1)
+    log_rows(log, (2, 3), 10.0)
+    close(log)
+    log = log_in(tmp_path, 2, wandb=True)  # it was killed
+    log_rows(log, (3, 4), 20.0)
+    close(log)
+    assert last == {1: 1.0, 2: 12.0, 3: 23.0, 4: 24.0} and ("*", "step") in axes
+    rows = [json.loads(line) for line in files.read_file(log.path("metrics.jsonl")).splitlines()]
+    assert last == {row["step"]: row[loss] for row in rows}
+    out, err = capfd.readouterr()
+    assert "less than" not in out + err, "no warning of a step that is logged again"
 
 
 STEP = 8  # of the checkpoint

@@ -198,8 +198,7 @@ class RunLog:
         if self.events:
             self.events.add(row)
         if self.wandb:
-            numbers = {key: v for key, v in row.items() if key != "step"}
-            self.wandb.log(numbers, step=row["step"])
+            self.wandb.log(row)
 
     def _read_history(self, step):
         """The rows. What a damaged metrics.jsonl holds is kept beside it, with a warning of the rows up to `step`."""
@@ -243,6 +242,9 @@ class RunLog:
             say(f"warning: --wandb: {first_line(e)}; the run is logged offline, and {later}")
             wandb.teardown()  # it still holds the run's id
             wandb.init(mode="offline", **about)
+        # wandb's own count of steps, log(step=...), only rises: it would drop what is run again after a rollback
+        wandb.define_metric("step", hidden=True)
+        wandb.define_metric("*", step_metric="step")
         self.wandb = wandb
 
 
