@@ -123,13 +123,13 @@ def train(cfg, stored, encoding, load_weights, goodput):
     # --- Log
     processes.on_main_process(lambda: write_config(cfg, data, corpus, ends))
     training.log = RunLog(cfg, step) if jax.process_index() == 0 else NoLog()
-    goodput.keep(training.log.found, step)
+    goodput.keep(training.log.found, step, training.log.end)
     training.progress = Progress(cfg, val_corpus.bytes_per_token, write_plan(cfg))
 
     # --- Loop
     with memory_explained(cfg):
         signalled = training.run()
-    return tell_end(cfg, checkpoints, training.step, signalled, began, goodput)
+    return tell_end(training, signalled, began)
 
 
 class Training:
@@ -419,8 +419,9 @@ def write_memory_profile(cfg, name):
     say(f"--profile: {path} holds what is in the devices' memory now")
 
 
-def tell_end(cfg, checkpoints, step, signalled, began, goodput):
-    """Print how the run ended; returns its exit status."""
+def tell_end(training, signalled, began):
+    """Print and record how the run ended; returns its exit status."""
+    cfg, checkpoints, step = training.cfg, training.checkpoints, training.step
     if checkpoints.saved != step:
         newest = checkpoints.on_disk
         then = f"resume from step {newest}" if newest else "begin again: there is none before it"
@@ -430,8 +431,9 @@ def tell_end(cfg, checkpoints, step, signalled, began, goodput):
             file=sys.stderr,
         )
         return 1
+    training.log.ended(training.goodput.row())
     # processes but the first know the time since this start alone
-    shares = f" {goodput.words()};" if jax.process_index() == 0 else ""
+    shares = f" {training.goodput.words()};" if jax.process_index() == 0 else ""
     saved = f"everything is saved in {cfg.run.folder}"
     words = f"at step {step} after {duration(time.time() - began)};{shares} {saved}"
     if signalled:

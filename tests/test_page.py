@@ -153,6 +153,18 @@ def test_it_says_whether_a_run_is_well(run, monkeypatch, rows, now, state, words
     assert said[0] == state and words in said[1], said
 
 
+def test_a_run_that_saved_all_and_ended_is_stopped_until_another_process_begins(run, monkeypatch):
+    monkeypatch.setattr(page.time, "time", lambda: 1660)
+    end = to_json(FALLING[-1] | {"time": 1063.0})
+    write(run, FALLING)
+    state, words = write(run, end, "ended.json")
+    assert state == "idle" and words.startswith("Stopped 10m00s ago, with all saved, at step 60 of")
+    assert "hangs" in write(run, "{}", "lock")[1]
+    os.remove(f"{run.folder}/lock")
+    monkeypatch.setattr(page.time, "time", lambda: 1062)
+    assert write(run, [*FALLING, row(61, 3.7)])[0] == "well", "it trains again"
+
+
 def test_what_others_left_in_a_run_breaks_no_page(run):
     write(run, [row(1)])
     for content in ("{", "[]", '{"n_device_axis": 3}', "{}"):

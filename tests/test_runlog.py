@@ -153,6 +153,46 @@ def test_goodput_counts_every_moment_once_also_over_restarts_and_rollbacks(monke
     assert sum(other.seconds.values()) == 0
 
 
+def test_time_between_a_clean_end_and_the_next_start_is_rest_and_not_lost(train, tmp_path):
+    flags, run, gap = TINY | dict(save_steps=2), tmp_path / "runs/run", 1000.0
+
+    def rows_then(steps):
+        """Rows after a run of these steps, as if what is there now had been written `gap` seconds earlier."""
+        for path in run.glob("*.json*"):
+            if path.name != "config.json":
+                rows = [json.loads(line) for line in path.read_text().splitlines()]
+                older = [json.dumps(row | {"time": row["time"] - gap}) + "\n" for row in rows]
+                path.write_text("".join(older))
+        assert train(**flags, training_steps=steps) == 0
+        return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+    def spent(row):
+        return meter.spent_in(row)["resting"] // gap, meter.spent_in(row)["lost"] // gap
+
+    assert spent(rows_then(2)[-1]) == (0, 0)
+    rows = rows_then(4)
+    assert [spent(row) for row in rows] == [(0, 0), (0, 0), (1, 0), (1, 0)]
+    share = sum(meter.spent_in(rows[-1]).values()) - rows[-1]["seconds/resting"]
+    assert rows[-1]["goodput"] == pytest.approx(rows[-1]["seconds/steps"] / share, abs=1e-3)
+    shutil.rmtree(run / "checkpoints/4")  # steps 3 and 4 are lost, the rest is not
+    assert spent(rows_then(6)[-1]) == (2, 0)
+    for content in (b"\xff{", b"[1]", to_ended(run, step=5), to_ended(run, time=0.0)):
+        end = (run / "ended.json").read_bytes()
+        (run / "ended.json").write_bytes(content)
+        assert runlog.end_of(str(run), rows_in(run)) is None, content
+        (run / "ended.json").write_bytes(end)
+    (run / "ended.json").unlink()  # it was killed
+    assert spent(rows_then(8)[-1]) == (2, 1)
+
+
+def rows_in(run):
+    return runlog.read_rows((run / "metrics.jsonl").read_bytes())[0]
+
+
+def to_ended(run, **changes):
+    return json.dumps(json.loads((run / "ended.json").read_bytes()) | changes).encode()
+
+
 def test_the_pace_counts_training_alone(monkeypatch):
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(meter.time, "time", lambda: clock.now)

@@ -26,11 +26,12 @@ from dataclasses import dataclass
 import utils
 from runtime import platforms
 from runtime.files import ask, filesystem, is_remote, read_file, read_json, to_json
+from runtime.locks import LOCK
 from runtime.messages import UserError, first_line, one_sentence
 from runtime.parser import flag, place
 from tools import common
 from training.meter import spent_in
-from training.runlog import SAMPLES, duration, row_of
+from training.runlog import SAMPLES, duration, end_of, row_of
 from training.settings import checkpoint_steps
 
 PACKAGES = "starlette", "uvicorn", "pydantic", "plotly"
@@ -100,7 +101,7 @@ class Run:
             self.config = read_json(self.folder, "config.json")
             with contextlib.suppress(FileNotFoundError):
                 self._read_rows(f"{self.folder}/metrics.jsonl")
-            state, words = health(self.rows, self.config, time.time())
+            state, words = health(self.rows, self.config, time.time(), self._ended())
             found = self._measured() if self.rows else {}
         except Exception as e:  # the run of somebody else may hold anything
             state, words, found = "bad", f"It cannot be read: {first_line(e)}", {}
@@ -120,6 +121,11 @@ class Run:
         self.last = new[-1] if new else self.last
         self.end = begin + len(whole)
 
+    def _ended(self):
+        """Whether the run has saved all steps and ended, and no process has begun to continue it."""
+        end = end_of(self.folder, self.rows)
+        return end is not None and read_file(f"{self.folder}/{LOCK}") is None
+
     def _measured(self):
         """Names of the metrics, goodput, the beginning, tokens of a step, its measured and planned seconds."""
         newest = self.rows[-1]
@@ -129,7 +135,7 @@ class Run:
         speed = statistics.median(row["tokens_per_second"] for row in self.rows[-RECENT:])
         return dict(
             keys=sorted({*newest, *evaluated}),
-            spent=spent,
+            spent={part: seconds for part, seconds in spent.items() if part != "resting"},
             started=newest.get("time", 0) - sum(spent.values()),
             tokens=tokens,
             measured=tokens / speed,
@@ -137,8 +143,9 @@ class Run:
         )
 
 
-def health(rows, config, now):
-    """Whether a run is well: (well, done, idle or bad; a sentence that says why). now: time.time()."""
+def health(rows, config, now, ended=False):
+    """Whether a run is well: (well, done, idle or bad; a sentence that says why). now: time.time(); ended: whether all
+    steps are saved and no process runs."""
     if not rows:
         return "idle", "No step is done yet: it compiles, or ended before."
     row = rows[-1]
@@ -153,6 +160,8 @@ def health(rows, config, now):
         state, words = "bad", trouble
     elif row["step"] >= last:
         state, words = "done", "Finished"
+    elif ended:
+        state, words = "idle", f"Stopped {duration(silent)} ago, with all saved,"
     elif silent > max(pauses):
         state, words = "idle", f"Stopped, or it hangs: no step for {duration(silent)}"
     return state, f"{words} at step {row['step']:,} of {last:,}, training loss {row[LOSS]:.3f}."

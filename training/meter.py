@@ -17,6 +17,7 @@ PARTS = {
     "evaluating": "evaluating and sampling",
     "saving": "saving",
     "lost": "lost to restarts",
+    "resting": "at rest",  # not the run's: no share counts it
 }
 
 
@@ -24,7 +25,8 @@ class Goodput:
     """Where the wall time since the first start of a run went, over all processes that it had one after the other.
 
     Every moment belongs to one of PARTS. Lost is what lies between the last step that a restart or a rollback keeps and
-    that restart: steps that are repeated, and the time without a process.
+    that restart: steps that are repeated, and the time without a process. After an end with all steps saved, as by a
+    signal, that time is rest.
     """
 
     def __init__(self, began):
@@ -57,14 +59,19 @@ class Goodput:
         self.seconds["steps"] -= seconds
         self.seconds["waiting"] += seconds
 
-    def keep(self, rows, step):
-        """The run resumes after `step`: add what it spent until then. rows: of its metrics.jsonl, also later ones."""
+    def keep(self, rows, step, end=None):
+        """The run resumes after `step`: add what it spent until then. rows: of its metrics.jsonl, also later ones.
+        end: of `runlog.end_of` these rows."""
         rows = [row for row in rows if "time" in row]
         if not rows:
             return
         first = rows[0]["time"] - sum(spent_in(rows[0]).values())
-        kept = [row for row in rows if row["step"] <= step]
+        last = end or rows[-1]
+        kept = [row for row in (*rows, last) if row["step"] <= step]
         before = spent_in(kept[-1]) if kept else dict.fromkeys(PARTS, 0.0)
+        before["resting"] = spent_in(last)["resting"]
+        if end:
+            before["resting"] += max(0.0, self.began - end["time"])
         self.resumed = 1 + max(row.get("resumed", 0) for row in rows)
         before["lost"] += max(0.0, self.began - first - sum(before.values()))
         self.seconds = {part: self.seconds[part] + before[part] for part in PARTS}
@@ -72,16 +79,20 @@ class Goodput:
     def row(self):
         """{name: number} for metrics.jsonl, up to now."""
         self.turn(self.part)
-        share = self.seconds["steps"] / max(1e-9, sum(self.seconds.values()))
+        share = self.seconds["steps"] / self.whole()
         row = {"time": round(self.since, 3), "goodput": round(share, 6), "resumed": self.resumed}
         return row | {f"seconds/{part}": round(s, 3) for part, s in self.seconds.items()}
+
+    def whole(self):
+        """Seconds of all parts but rest."""
+        return max(1e-9, sum(self.seconds.values()) - self.seconds["resting"])
 
     def words(self):
         """The shares of all parts that have one, the largest of the others first."""
         self.turn(self.part)
-        whole = sum(self.seconds.values())
-        shares = {part: seconds / max(1e-9, whole) for part, seconds in self.seconds.items()}
-        others = sorted(PARTS.keys() - {"steps"}, key=shares.get, reverse=True)
+        whole = self.whole()
+        shares = {part: seconds / whole for part, seconds in self.seconds.items()}
+        others = sorted(PARTS.keys() - {"steps", "resting"}, key=shares.get, reverse=True)
         parts = [f"{shares[part]:.0%} {PARTS[part]}" for part in others if shares[part] >= 0.005]
         return ", ".join([f"{shares['steps']:.0%} of {duration(whole)} in steps", *parts])
 

@@ -1,4 +1,4 @@
-"""What a run says of its progress and leaves behind beside its checkpoints: metrics and samples."""
+"""What a run says of its progress and leaves behind beside its checkpoints: metrics, samples and how it ended."""
 
 import contextlib
 import json
@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from tqdm import tqdm
 
 from runtime.files import is_remote, read_file, to_json, write_file
-from runtime.messages import first_line, say, warn
+from runtime.messages import UserError, first_line, say, warn
 from utils import flatten
 
 
@@ -101,10 +101,25 @@ def read_rows(content):
     return [rows[step] for step in sorted(rows)], not all(found[:-1])
 
 
+def end_of(folder, rows):
+    """The last of a run's rows once more, as it was when the run had saved all steps and ended; None where it has not
+    ended so."""
+    with contextlib.suppress(UserError):  # somebody damaged it
+        end = row_of(read_file(os.path.join(folder, "ended.json")) or b"")
+        last = rows[-1] if rows else {}
+        if (
+            end
+            and end["step"] == last.get("step")
+            and end.get("time", 0) >= last.get("time", math.inf)
+        ):
+            return end
+
+
 class NoLog:
     """The log of a process that writes none: every call does nothing."""
 
     found = history = ()
+    end = None
 
     def __getattr__(self, name):
         return lambda *_: None
@@ -123,6 +138,7 @@ class RunLog:
         self.wandb = None
         self.worker = ThreadPoolExecutor(1)  # of TensorBoard and wandb
         self.found = self._read_history(start_step)  # rows of metrics.jsonl, also of later steps
+        self.end = end_of(self.folder, self.found)
         self.history = self.found
         self.complete = True  # whether that file has them all
         kept = (read_file(self.path("samples.txt")) or b"").decode(errors="replace")
@@ -179,6 +195,11 @@ class RunLog:
             attempt(self.events.close)
         if self.wandb:
             attempt(self.wandb.finish)
+
+    def ended(self, spent):
+        """Record that all steps are saved and the run ends. spent: `Goodput.row` of now."""
+        last = to_json(self.history[-1] | spent)
+        attempt(lambda: write_file(self.path("ended.json"), last))
 
     def _forget(self, step):
         self.history = [row for row in self.history if row["step"] <= step]
