@@ -98,6 +98,10 @@ def meta_sum(meta):
     return zlib.crc32(content.encode())
 
 
+class Unreadable(OSError):
+    """A checkpoint that was just written cannot be read."""
+
+
 class Checkpoints:
     """The Orbax checkpoints in `folder`: written in the background, verified when read, kept as `kept` says; all stay
     with keep None. explain(flags) -> which flags make a checkpoint that of another model, in words: {flag: value} that
@@ -162,15 +166,16 @@ class Checkpoints:
                 f"checkpoint {step} could not be written ({first_line(e)}); the older ones stay, and the next save "
                 f"tries again"
             )
-            self._clean_up(step)
+            self._clean_up(step, is_unreadable=isinstance(e, Unreadable))
 
     def _read_back(self, step):
         """Raises an error where a checkpoint cannot be opened again: all that describes its arrays, not their numbers.
         Orbax itself reports no error where it wrote something else than it reads."""
         self.meta(step)
         reader = reader_of_one(ocp.PyTreeCheckpointHandler())
-        if reader.metadata(self.folder / str(step) / "state").item_metadata is None:
-            raise OSError("its arrays cannot be read back")
+        state = self.folder / str(step) / "state"
+        if persist(lambda: reader.metadata(state), str(state)).item_metadata is None:
+            raise Unreadable("its arrays cannot be read back")
 
     def _remove_old_ones(self):
         self.manager.reload()
@@ -181,16 +186,17 @@ class Checkpoints:
         for step in losses.keys() - kept(losses, self.keep, self.every):
             (self.folder / str(step)).rmtree()
 
-    def _clean_up(self, step):
-        """Remove what a failed save of `step` left, once all threads that wrote it have ended."""
+    def _clean_up(self, step, is_unreadable):
+        """Remove what a failed save of `step` left, once all threads that wrote it have ended. A whole checkpoint goes
+        only where it is unreadable: it may be sound where the storage did not answer."""
         for thread in threading.enumerate():
             if thread.name == "async_save":  # Orbax's; it may fail after another one
                 thread.join()
         with contextlib.suppress(Exception):
             self.manager.check_for_errors()  # or the next save would raise its error
         torn = f"{self.folder / str(step)}{ocp.path.step.TMP_DIR_SUFFIX}"
-        if jax.process_index() == 0:
-            with contextlib.suppress(Exception):  # mostly it is not there
+        if is_unreadable:
+            with contextlib.suppress(Exception):  # as above
                 (self.folder / str(step)).rmtree()
         for _ in range(10 if jax.process_index() == 0 else 0):
             shutil.rmtree(torn, ignore_errors=True)
