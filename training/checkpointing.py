@@ -213,8 +213,9 @@ class Checkpoints:
             on_all = all_of(self.on_disk == self.saved)  # nobody looks before it is done
             self.manager.reload()
             if not on_all or self.saved not in self.steps():
+                sound = [step for step in self.steps() if step != self.saved]
+                self.on_disk = max(sound, default=None)
                 self.saved = None
-                self.on_disk = max(self.steps(), default=None)
         self.written = None
 
     def steps(self):
