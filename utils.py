@@ -56,7 +56,7 @@ class Model:
     embedding_conv: int = choice(0, most=64)
     """Earlier tokens whose rows of the embedding a short convolution adds to each token's; 0: none."""
     latent_conv: int = choice(0, most=64)
-    """Earlier tokens that a short convolution mixes into each token's key/value latent; 0: none."""
+    """Earlier tokens that a short convolution mixes into each token's key/value latent and rotary key; 0: none."""
     activation: Literal["swiglu", "gelu"] = "swiglu"
     """Feed-forward: swiglu has three matrices, gelu two."""
     ffn_dim: int = flag(0, most=WIDE)
@@ -103,6 +103,9 @@ class Model:
     attention: str = setting("auto")
     """Kernel of the causal attention. xla: all T x T scores in memory; blockwise: half of them, in blocks; splash
     (TPUs) and flash (A100, H100, H200, B200): none. auto: splash or flash where it runs, else blockwise."""
+
+    revision: int = flag(1, derived=True)
+    """Goes up when flags begin to mean another model, which older runs are not (training/settings.py: CHANGED)."""
 
     @property
     def key_dim(self):

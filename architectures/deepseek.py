@@ -123,7 +123,8 @@ def attention_table(cfg, rope):
     if Q:
         table["q_norm"] = scale_param(Q)
     if m.latent_conv:
-        table["conv"] = bias_param(m.latent_conv, R + rope, spec=P(None, None))
+        # two rotated channels that turn together have one weight: see `attention`
+        table["conv"] = bias_param(m.latent_conv, R + rope // 2, spec=P(None, None))
     return table
 
 
@@ -164,8 +165,12 @@ def attention(p, x, tokens, m, cache=None):
         if tokens.start is not None:
             within = within - tokens.start
         with jax.named_scope("short_conv"):
+            # Rotations commute with a factor that both channels of a pair have, and with no other: so scores depend on
+            # distances alone.
+            latent, pairs = jnp.split(p["conv"], (m.latent_dim,), -1)
+            weights = jnp.concatenate([latent, pairs, pairs], -1)  # [n, R + rope_dim]
             kv = jnp.pad(kv, [(0, 0), (m.latent_conv, 0), (0, 0)])
-            kv = short_conv(kv, p["conv"], within)
+            kv = short_conv(kv, weights, within)
     q = project_queries(q, p["q_up"], position, m)  # [B, H/tp, T, K + rope_dim]
     k_up, v_up = jnp.split(p["kv_up"], (m.key_dim,), -1)  # [R, H/tp, K], [R, H/tp, V]
     if cache is not None and q.shape[2] == 1:
@@ -328,7 +333,7 @@ def layer_cost(m, kind):
     rope = rope_channels(m, routed)
     latents = Q + R + rope
 
-    own_weights = D * latents + m.latent_conv * (R + rope)
+    own_weights = D * latents + m.latent_conv * (R + rope // 2)
     if routed:
         own_weights += D * m.n_experts
 
@@ -403,8 +408,7 @@ def attention_tensors(m, prefix, leaf, at, rope):
     yield hf.linear(f"{prefix}.kv_b_proj.weight", (*leaf, "kv_up"), at, (R, H, K + V))
     yield hf.linear(f"{prefix}.o_proj.weight", (*leaf, "out"), at, (H, V, D), inputs=2)
     if m.latent_conv:
-        conv = hf.plain(f"{prefix}.conv", (*leaf, "conv"), at, (m.latent_conv, R + rope))
-        yield conv._replace(rotated=rope)
+        yield hf.plain(f"{prefix}.conv", (*leaf, "conv"), at, (m.latent_conv, R + rope // 2))
 
 
 def moe_tensors(m, prefix, leaf, at):

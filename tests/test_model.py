@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import model
 import presets
 import utils
-from architectures import deepseek, experts, layers, parameters
+from architectures import architecture, deepseek, experts, layers, parameters, qwen3
 from inference import decoding
 from kernels import attention, grouped, layouts, loss
 from training import settings, steps
@@ -35,8 +35,14 @@ def decoder(cfg):
 
 
 def raised_params(cfg):
-    """Parameters of which none is 0, as biases are at first."""
-    return jax.tree.map(lambda x: x + 0.02, make_params(cfg, steps.make_mesh(cfg)))
+    """Parameters of which no two are alike, as biases are at first, the same on any mesh."""
+    rng = np.random.default_rng(0)
+
+    def raise_one(x):
+        noise = 0.02 + 0.01 * rng.standard_normal(x.shape)
+        return jax.device_put(np.float32(x + noise), x.sharding)
+
+    return jax.tree.map(raise_one, make_params(cfg, steps.make_mesh(cfg)))
 
 
 def layer_params(cfg, kind, scale=3.0, seed=1):
@@ -81,7 +87,7 @@ def attention_by_loops(p, x, cfg, rope):
     latents = norm(down[:, R : 2 * R], p["kv_norm"], eps)
     if rope:
         latents = np.concatenate([latents, turn(down[:, 2 * R :])], -1)
-    latents = short_conv_by_loops(latents, p["conv"])
+    latents = short_conv_by_loops(latents, np.hstack([p["conv"], p["conv"][:, R:]]))
     out = np.zeros_like(x)
     for h in range(m.n_head):
         q = queries @ p["q_up"][:, h]
@@ -447,6 +453,46 @@ def test_documents_kept_apart_score_as_each_does_alone(name):
     for i, n in enumerate(lengths):  # the last token of a document has another target in company
         assert np.allclose(losses[0, at : at + n - 1], losses[1 + i, : n - 1], atol=1e-5)
         at += n
+
+
+ROTARY = {
+    name: flags for name, flags in ARCHITECTURES.items() if not architecture(name).learns_positions
+}
+ROTARY |= {"several layers in a block": {}, "convolved": DECODED["deepseek"]}
+
+
+@pytest.mark.parametrize("name", ROTARY)
+def test_scores_with_rotary_positions_depend_on_distances_alone(name, monkeypatch):
+    """All positions shifted alike, in training's forward pass and in decoding, change no logit."""
+    cfg = small_config(T=16, sequences=8, **ROTARY[name] | dict(blocks=1))
+    mesh, params = steps.make_mesh(cfg), raised_params(cfg)
+    tokens, targets = (part[0] for part in batch_of(cfg, mesh))
+    ids, length = np.asarray(tokens).reshape(8, 16), np.full(8, 9)
+
+    def scores():
+        losses, _ = jax.jit(model.make_score(cfg, mesh))(params, tokens, targets)
+        decode, _, empty = decoder(cfg)
+        first, cache = decode(params, ids[:, :9], empty(8), 0 * length, length - 1)
+        return losses, first, decode(params, ids[:, 9:10], cache, length, 0 * length)[0]
+
+    before = scores()
+    shift_rotations(monkeypatch, 200)
+    for ours, theirs in zip(before, scores()):
+        assert np.allclose(ours, theirs, atol=1e-4)
+
+
+def shift_rotations(monkeypatch, shift):
+    """Have queries and keys turn as if `shift` tokens were before them."""
+    for module in (deepseek, qwen3):
+        monkeypatch.setattr(
+            module, "rotate", lambda x, position, *rest: layers.rotate(x, position + shift, *rest)
+        )
+    project = deepseek.project_queries
+    monkeypatch.setattr(
+        deepseek,
+        "project_queries",
+        lambda x, w, position, m: project(x, w, position + shift, m),
+    )
 
 
 def test_a_threshold_draws_what_sorting_draws():

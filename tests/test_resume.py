@@ -135,6 +135,11 @@ def test_resume_refuses_other_models_data_and_batches_and_a_torn_config(
     for content in [config[:100], "[1, 2]", "null", "\xff\xfe{", *torn]:
         (run / "config.json").write_text(content, "latin-1")
         refusal(lambda: train(**TINY, training_steps=4), "config.json: ", "; restore it.")
+    # of a version in which a flag meant another model
+    older = {flag: value for flag, value in stored.items() if flag != "revision"}
+    (run / "config.json").write_text(json.dumps(older | dict(latent_conv=3)))
+    for use in (lambda: train(**TINY, training_steps=4), lambda: weights.open_weights(str(run))):
+        refusal(use, f"{run}/config.json: latent_conv 3 meant another model")
     # a model of other flags is no damaged one, as its checkpoint beside no or another config.json tells
     (run / "config.json").unlink()
     for flag, value in dict(blocks=3, max_lr=1.0, train_batch_size=3).items():

@@ -186,6 +186,23 @@ def test_text_continues_as_transformers_continues_it(size, train, text_shards, t
         assert [row.text for row in rows] == ends
 
 
+@pytest.mark.parametrize("size", ["own", "own gelu"])
+def test_padding_on_the_left_changes_no_logit(size, tmp_path):
+    """Without positions, with and without a cache: a token's logits do not depend on where its text begins."""
+    cfg = small_config(**SIZES[size])
+    theirs = reference(cfg, tmp_path)
+    ids = torch.randint(cfg.model.vocab_size, (2, 9), generator=torch.manual_seed(0))
+    padded = torch.nn.functional.pad(ids, (7, 0))
+    mask = (torch.arange(16) >= 7).int().expand(2, -1)
+    with torch.no_grad():
+        alone = theirs(ids).logits
+        assert (theirs(padded, mask).logits[:, 7:] - alone).abs().max() < 1e-4
+        cache = transformers.DynamicCache()
+        theirs(padded[:, :12], mask[:, :12], past_key_values=cache)
+        rest = theirs(padded[:, 12:], mask, past_key_values=cache).logits
+        assert (rest - alone[:, 5:]).abs().max() < 1e-4
+
+
 # {preset: config.json} of deepseek-ai/DeepSeek-V3, moonshotai/Moonlight-16B-A3B, openai-community/gpt2,
 # Qwen/Qwen3-0.6B-Base and Qwen/Qwen3-30B-A3B-Base
 CONFIGS = json.loads((ROOT / "tests/published.json").read_text())

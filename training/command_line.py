@@ -19,7 +19,7 @@ from utils import Config, Plan, Run, replace
 ROOT = Path(__file__).resolve().parents[1]
 # What the file of a run holds beside flags, and the flags that belong to one launch of it.
 NO_FLAGS = {"data_fingerprint", "commit", "encoding", "end_of_text", "eos_token_id", "config"}
-NO_FLAGS |= {"coordinator", "num_processes", "process_id"}
+NO_FLAGS |= {"revision", "coordinator", "num_processes", "process_id"}
 # Where one of these is given beside --config, the file's global batch is divided anew.
 DIVIDES = SPLIT | {"global_batch_size", "n_device_axis", "n_devices"}
 

@@ -23,6 +23,10 @@ BATCHES = {"train_batch_size", "val_batch_size", "accumulation_steps"}
 NEEDED_TO_RESUME = BATCHES | {"n_device_axis", "data"}
 # How a replica's share of the global batch is cut up, which changes no more than rounding.
 SPLIT = {"train_batch_size", "accumulation_steps", "microbatches", "microbatch_size"}
+# {flag: values that meant another model before `utils.Model.revision` 1}
+CHANGED = dict(
+    latent_conv=range(1, 65),  # weighed each channel of a rotary key apart
+)
 
 
 class Flags(NamedTuple):
@@ -469,12 +473,20 @@ def stored_config(folder):
 
 
 def check_stored(config, folder, needed):
-    """Raises UserError where a run's {flag: value} lacks one of `needed`, or a value is none that its flag can have."""
+    """Raises UserError where a run's {flag: value} lacks one of `needed`, a value is none that its flag can have, or it
+    meant another model when the run was made."""
     path, advice = os.path.join(folder, "config.json"), "; restore it"
     if missing := sorted({*needed} - config.keys()):
         raise UserError(f"{path}: {', '.join(missing)} is missing{advice}.")
     read = (utils.KEPT | {*needed}) & config.keys()
     utils.read_values({flag: config[flag] for flag in read}, path, advice=advice)
+    older = config.get("commit") or "that version"
+    for flag, values in CHANGED.items():
+        if "revision" not in config and config.get(flag) in values:
+            raise UserError(
+                f"{path}: {flag} {config[flag]} meant another model in the version of this program that made the run; "
+                f"use {older}, or train again."
+            )
 
 
 def check_model(flags, where, names=None):

@@ -9,7 +9,7 @@ class MoEPretrainingConfig(PreTrainedConfig):
     layers_per_block: the last layer of a block has routed experts, the others a dense feed-forward; where this is not
         1, the last has no rotary channels
     rope_frequencies: radians per position of each pair of rotary channels
-    latent_conv: earlier tokens that a convolution adds to a key/value latent
+    latent_conv: earlier tokens that a convolution adds to a key/value latent and a rotary key
     embedding_norm: whether rows of the embedding are normalized
     embedding_conv: earlier tokens whose rows of the embedding a convolution adds to a token's
     hidden_act: silu for SwiGLU, or gelu_new for a feed-forward without a gate

@@ -65,7 +65,7 @@ class Attention(nn.Module):
         self.kv_b_proj = linear(self.R, H * 2 * self.K)
         self.o_proj = linear(H * self.K, D)
         if config.latent_conv:
-            self.conv = nn.Parameter(torch.zeros(config.latent_conv, self.R + rope))
+            self.conv = nn.Parameter(torch.zeros(config.latent_conv, self.R + rope // 2))
         self.frequencies = config.rope_frequencies[: rope // 2]
         self.scale = (self.K + rope) ** -0.5
 
@@ -84,7 +84,10 @@ class Attention(nn.Module):
             latents = cache.update(latents, latents[..., :0], self.index)[0][:, 0]
         latents = latents * real[..., None]  # [B, T, R + rope]
         if hasattr(self, "conv"):
-            latents = short_conv(latents, self.conv)
+            latent, pairs = self.conv.split([self.R, self.rope // 2], -1)
+            # one weight for both channels of a rotated pair: scores depend on distances alone
+            weights = torch.cat([latent, pairs.repeat_interleave(2, -1)], -1)
+            latents = short_conv(latents, weights)
 
         latent, key = latents.split([self.R, self.rope], -1)
         kv = self.kv_b_proj(latent).unflatten(-1, (self.heads, -1)).transpose(1, 2)
