@@ -133,14 +133,21 @@ class Corpus:
         return rows
 
 
+# Sizes up to this one are shuffled: a network of so few bits makes some permutations far more often than others.
+SHUFFLED = 64
+
+
 def permute(index, size, key):
     """Where a permutation of range(size), chosen by the integers `key`, puts each of `index` (array of int).
 
-    A Feistel network of four rounds permutes range(2^(2h)), the next even power of two, without a table. Where the
-    result is not below `size`, the network is applied again until it is ("cycle walking": Black and Rogaway, "Ciphers
-    with arbitrary finite domains", 2002). Every cycle of the network returns to range(size): it stays a permutation.
+    Above SHUFFLED a Feistel network of four rounds permutes range(2^(2h)), the next even power of two, without a table.
+    Where the result is not below `size`, the network is applied again until it is ("cycle walking": Black and Rogaway,
+    "Ciphers with arbitrary finite domains", 2002). Every cycle of the network returns to range(size): it stays a
+    permutation.
     """
-    half = max(1, (int(size - 1).bit_length() + 1) // 2)
+    if size <= SHUFFLED:
+        return np.random.default_rng(key).permutation(size)[index]
+    half = (int(size - 1).bit_length() + 1) // 2
     mask = np.uint64((1 << half) - 1)
     round_keys = np.random.SeedSequence(key).generate_state(4, np.uint64)
 

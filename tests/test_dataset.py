@@ -444,6 +444,22 @@ def test_ranks_that_tiktoken_would_panic_at_are_refused(tmp_path, lines):
     refusal(lambda: tokenization.load_tokenizer(str(path)), said)
 
 
+def test_permute_puts_every_index_everywhere_alike():
+    """Counts over 2,000 keys of where each index of a small size lies, and of where two of them lie together."""
+    keys = 2000
+    for size in (2, 3, 5, 8, 17, 33, 65):
+        drawn = [dataset.permute(np.arange(size), size, [5, key]) for key in range(keys)]
+        places, pairs = np.zeros((2, size, size))
+        for permuted in drawn:
+            places[np.arange(size), permuted] += 1
+            pairs[permuted[0], permuted[1]] += 1
+        pairs = pairs[~np.eye(size, dtype=bool)]
+        for counts, free in ((places, (size - 1) ** 2), (pairs, pairs.size - 1)):
+            chi_square = ((counts - counts.mean()) ** 2).sum() / counts.mean()
+            # its mean and its deviation
+            assert chi_square < free + 4 * (2 * free) ** 0.5, (size, chi_square, free)
+
+
 def test_permute_is_a_permutation_that_depends_on_its_key():
     for size in (1, 2, 3, 7, 64, 1000, 4097):
         a, b = (dataset.permute(np.arange(size), size, [5, key]) for key in (0, 1))
@@ -451,6 +467,7 @@ def test_permute_is_a_permutation_that_depends_on_its_key():
         assert size < 7 or not np.array_equal(a, b)
     one_by_one = [int(dataset.permute(np.array([i]), 1000, [5, 0])[0]) for i in range(50)]
     assert one_by_one == dataset.permute(np.arange(50), 1000, [5, 0]).tolist()
+    assert one_by_one[:6] == [963, 683, 680, 129, 462, 123], "the order of every run's data changes"
 
 
 def test_validation_has_the_tokenizer_of_training(corpora, train):
