@@ -588,14 +588,16 @@ def top_params(params, cfg):
     return {"head": top["embedding"], **top}
 
 
-def update_router_bias(cfg, params, load):
+def update_router_bias(cfg, params, load, n_tokens):
     """Auxiliary-loss-free balancing (arXiv:2408.15664, algorithm 1): each router bias, where routers have one, moves by
-    --bias_update_rate towards an even load. load [layers, E]: choices that fell on each expert in one training step,
-    dims as in param_table."""
+    --bias_update_rate towards an even load. load [layers, E]: choices that fell on each expert in one training step of
+    n_tokens, dims as in param_table."""
     kind = architecture_of(cfg).last
     layers = params[kind]
     if "bias" not in layers:
         return params
-    below_mean = load.mean(-1, keepdims=True) - load
+    # Whole counts against a constant: an expert at the mean stays where it is, however the batch was cut.
+    mean = n_tokens * cfg.model.experts_per_token / cfg.model.n_experts
+    below_mean = mean - load
     bias = layers["bias"] + cfg.optimizer.bias_update_rate * jnp.sign(below_mean)
     return params | {kind: layers | {"bias": bias}}

@@ -288,6 +288,31 @@ def test_router_biases_move_towards_an_even_load():
     assert np.allclose(after["moe"]["bias"], 5e-3 * np.sign(load.mean(-1, keepdims=True) - load))
 
 
+@pytest.mark.parametrize("n_batches", [1, 3, 5, 7])
+def test_whole_counts_decide_where_router_biases_move(n_batches):
+    """However many batches a step is cut into, an expert at exactly the mean stays where it is."""
+    cfg, layers = small_config(bias_update_rate=5e-3), 300
+    E, k, tokens = cfg.model.n_experts, cfg.model.experts_per_token, np.zeros((n_batches, 1, 4, 32))
+    tokens += np.arange(n_batches)[:, None, None, None]
+    choices = tokens[0].size * k
+    rng = np.random.default_rng(0)
+    counts = rng.multinomial(choices, np.full(E, 1 / E), (n_batches, layers)).astype(np.float32)
+
+    def gradient(params, tokens, *_):
+        load = jnp.asarray(counts)[tokens[0, 0, 0]]
+        return (jnp.float32(0), model.Metrics(*jnp.zeros(2), load, jnp.float32(0))), params
+
+    params, key = {"moe": {"bias": jnp.zeros((layers, E))}}, jax.random.key_data(jax.random.key(0))
+    state, tokens = steps.TrainState(params, None, jnp.int32(0), key), tokens.astype(np.int32)
+    (_, seen), _ = jax.jit(functools.partial(steps.accumulate_gradient, gradient))(
+        state, tokens, tokens
+    )
+    after = model.update_router_bias(cfg, params, seen.load, tokens.size)["moe"]["bias"]
+    total, mean = counts.sum(0), n_batches * choices // E
+    assert (total == mean).sum() > 20
+    assert np.allclose(after, 5e-3 * np.sign(mean - total))
+
+
 def test_cross_entropy_and_its_gradient():
     """In chunks, against the plain formula; the padding of the vocabulary has no probability."""
     rng = np.random.default_rng(0)

@@ -164,8 +164,9 @@ def three_steps(mesh, sequences=32, **flags):
     [
         ((8, 1, 1), dict(DEEPSEEK, optimizer="muon")),
         ((1, 2, 4), dict(DEEPSEEK, optimizer="muon", microbatches=2)),
-        ((2, 2, 2), dict(DEEPSEEK, optimizer="muon", accumulation_steps=4)),
-        ((2, 2, 2), dict(ARCHITECTURES["gpt2"], optimizer="adamw", accumulation_steps=2)),
+        ((2, 2, 2), dict(DEEPSEEK, optimizer="muon", accumulation_steps=3, sequences=24)),
+        ((2, 2, 2), dict(GPT2, dropout_rate=0.0, optimizer="adamw", accumulation_steps=2)),
+        ((1, 1, 1), dict(layers_per_block=1, accumulation_steps=5, sequences=40)),
     ],
     ids=mesh_id,
 )

@@ -135,7 +135,7 @@ def make_train_step(cfg, mesh, optimizer, schedule):
         with jax.named_scope("optimizer"):
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params, rate=rate)
             params = optax.apply_updates(state.params, updates)
-            params = model.update_router_bias(cfg, params, seen.load)
+            params = model.update_router_bias(cfg, params, seen.load, tokens.size)
             norm = optax.tree.norm(grads)
             sound = jnp.isfinite(loss) & jnp.isfinite(norm)
             before = state.params, state.opt_state
@@ -148,8 +148,8 @@ def make_train_step(cfg, mesh, optimizer, schedule):
 
 
 def accumulate_gradient(gradient, state, tokens, targets):
-    """((loss, `model.Metrics`), gradient of every parameter), means over the accumulation. gradient: of
-    jax.value_and_grad, a function of one batch; tokens, targets int32 [accumulation, M, B, T]."""
+    """((loss, `model.Metrics`), gradient of every parameter): means over the accumulation, but the load is its sum.
+    gradient: of jax.value_and_grad, a function of one batch; tokens, targets int32 [accumulation, M, B, T]."""
     n_batches, M, B, _ = tokens.shape
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
 
@@ -162,7 +162,10 @@ def accumulate_gradient(gradient, state, tokens, targets):
     shapes = jax.eval_shape(gradient, state.params, *batch, key, jnp.int32(0))
     zeros = jax.tree.map(jnp.zeros_like, shapes)
     total, _ = lax.scan(add_batch, zeros, (jnp.arange(n_batches), tokens, targets))
-    return jax.tree.map(lambda x: x / n_batches, total)
+    (_, summed), _ = total
+    (loss, seen), grads = jax.tree.map(lambda x: x / n_batches, total)
+    # whole counts, by which router biases move
+    return (loss, seen._replace(load=summed.load)), grads
 
 
 @jax.named_scope("metrics")
