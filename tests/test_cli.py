@@ -619,6 +619,29 @@ def test_a_run_directory_holds_what_is_promised(train, tmp_path, byte_ranks):
     assert ids == {(run / "wandb_id").read_text()}, "a restart resumes the same wandb run"
 
 
+def test_widths_are_multiples_of_tp_only_where_it_splits_them():
+    """Dense feed-forwards, and all shared experts together, with megatron."""
+    of_several = dict(layers_per_block=3, ffn_dim=66)
+    megatron = dict(sequence_parallel="megatron")
+    words = "must be a multiple of tp with --sequence_parallel megatron"
+    for flags, said in [
+        (of_several, f"--ffn_dim 66: {words} (4)."),
+        (dict(expert_dim=35), f"--expert_dim 35: {words} (4)."),
+        (dict(expert_dim=35, n_shared=2), f"35: {words.replace('tp', 'tp / 2')} (2)."),
+        (dict(layers_per_block=1, ffn_dim=66, expert_dim=0), f"--ffn_dim 66: {words} (4)."),
+        (ARCHITECTURES["gpt2"] | dict(ffn_dim=66), f"--ffn_dim 66: {words} (4)."),
+        (dict(layers_per_block=1, ffn_dim=66), ""),
+        (dict(expert_dim=35, n_shared=4), ""),
+        (dict(expert_dim=35, n_shared=0), ""),
+        (ARCHITECTURES["qwen3"] | dict(ffn_dim=66), ""),
+    ]:
+        small_config((1, 1, 4), **flags)
+        if said:
+            refusal(lambda: small_config((1, 1, 4), **flags | megatron), said)
+        else:
+            small_config((1, 1, 4), **flags | megatron)
+
+
 def test_heads_of_qwen3_that_do_not_fit_are_refused():
     for flags, said in [
         (dict(n_kv_head=3), "--n_kv_head 3: must divide --n_head 8."),

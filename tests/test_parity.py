@@ -97,22 +97,25 @@ DEEPSEEK = given("--embedding_norm --embedding_conv 3 --latent_conv 3 --experts 
 DEEPSEEK = ARCHITECTURES["deepseek"] | DEEPSEEK
 FEW_EXPERTS = given("--n_experts 4 --n_groups 2 --k_groups 1 --experts_per_token 2")
 OTHER_LAYERS = given("--first_layers 2 --q_latent_dim 0 --fsdp full")
-GPT2 = ARCHITECTURES["gpt2"] | DOCUMENTS | given("--blocks 8 --dropout_rate 0.1")
+GPT2 = ARCHITECTURES["gpt2"] | DOCUMENTS | given("--blocks 8 --dropout_rate 0.1 --ffn_dim 70")
 DENSE = given("--n_kv_head 2 --n_experts 0 --experts_per_token 0")
 DENSE = ARCHITECTURES["qwen3"] | DOCUMENTS | DENSE
 PUBLISHED = ARCHITECTURES | {"deepseek": DEEPSEEK, "gpt2": GPT2}
 DROPOUT = given("--dropout_rate 0.2 --fsdp full")
 ROUNDS = given("--pp_interleave 2 --microbatches 8 --val_batch_size 8 --remat dots")
-COPIES = given("--n_experts 2 --activation gelu --fsdp none --remat none")
+COPIES = given("--n_experts 2 --activation gelu --fsdp none --remat none --n_shared 2")
+COPIES |= dict(expert_dim=33)
 MEGATRON = given("--sequence_parallel megatron")
+UNEVEN = given("--n_experts 3 --latent_dim 9 --vocab_size 127 --ffn_dim 67 --expert_dim 35")
+UNEVEN |= dict(sequences=24)
 VARIANTS = [
     # dropout depends on a token's number, and remat draws it again
     ((2, 2, 2), DROPOUT | given("--experts buckets --remat experts") | MEGATRON),
     ((2, 2, 2), DROPOUT | ROUNDS),
     # fewer experts than devices
     ((4, 1, 2), COPIES | MEGATRON),
-    # sizes that dp does not divide
-    ((3, 1, 2), dict(sequences=24, n_experts=3, latent_dim=9, vocab_size=127)),
+    # sizes that neither dp nor tp divides
+    ((3, 1, 2), UNEVEN),
     ((2, 2, 2), DEEPSEEK | given("--experts tiles --dropout_rate 0.1") | DOCUMENTS),
     ((4, 1, 2), DEEPSEEK | OTHER_LAYERS | FEW_EXPERTS | MEGATRON),
     ((1, 4, 1), GPT2 | given("--pp_interleave 2")),

@@ -27,7 +27,7 @@ DEEPSEEK = ARCHITECTURES["deepseek"] | given("--capacity_factor 1.5 --blocks 2")
 ACCUMULATED = given("--accumulation_steps 2 --train_batch_size 16 --blocks 4 --fsdp full")
 MEGATRON = given("--sequence_parallel megatron --fsdp none --remat dots")
 MUON = given("--fsdp full --layers_per_block 2 --n_shared 0 --optimizer muon")
-BUCKETS = given("--q_latent_dim 0 --experts buckets --fsdp none --remat experts")
+BUCKETS = given("--q_latent_dim 0 --experts buckets --fsdp none --remat experts --expert_dim 35")
 # (mesh, flags of conftest's small model)
 CONFIGURATIONS = [
     ((8, 1, 1), SHORT | MUON),

@@ -480,7 +480,7 @@ def check_stored(config, folder, needed):
         raise UserError(f"{path}: {', '.join(missing)} is missing{advice}.")
     read = (utils.KEPT | {*needed}) & config.keys()
     utils.read_values({flag: config[flag] for flag in read}, path, advice=advice)
-    older = config.get("commit") or "that version"
+    older = f"commit {config['commit']}" if config.get("commit") else "that version"
     for flag, values in CHANGED.items():
         if "revision" not in config and config.get(flag) in values:
             raise UserError(
@@ -520,15 +520,22 @@ def check_multiples(cfg):
     m = cfg.model
     dp, pp, tp = cfg.run.n_device_axis
     rounds = cfg.run.pp_interleave
+    # megatron splits the hidden channels of a dense feed-forward over tp, and those of all shared experts together
+    parts = tp if m.sequence_parallel == "megatron" else 1
+    has_dense = not m.n_experts or m.first_layers or m.layers_per_block > 1
+    common = math.gcd(parts, m.n_shared)
+    of_each = f"tp / {common}" if common > 1 else "tp"
+    expert_dim = "expert_dim" if m.expert_dim else "ffn_dim"
+    megatron = "with --sequence_parallel megatron"
     multiples = [  # (flag, its value, what must divide it, in words)
         ("blocks", m.blocks, pp * rounds, "pp" if rounds == 1 else "pp x pp_interleave"),
         ("n_experts", m.n_experts, m.n_groups, "n_groups"),
         ("n_head", m.n_head, tp, "tp"),
         ("T", m.T, tp, "tp"),
-        ("ffn_dim", m.ffn_width, tp, "tp"),
+        ("ffn_dim", m.ffn_width, parts if has_dense else 1, f"tp {megatron}"),
         ("rope_dim", m.rope_dim, 2, "2, since channels are rotated in pairs,"),
         ("model_dimension", m.model_dimension, 1 if m.head_dim else m.n_head, "n_head"),
-        ("expert_dim", m.expert_width, tp if m.n_shared else 1, "tp"),
+        (expert_dim, m.expert_width, parts // common, f"{of_each} {megatron}"),
     ]
     for flag, value, by, words in multiples:
         if value % by:
