@@ -66,7 +66,7 @@ class Model:
     n_experts: int = choice(16, absent=0, most=MANY)
     """Routed experts in every mixture-of-experts layer; dp x tp must divide it or be divided by it."""
     experts_per_token: int = choice(2, absent=0, most=MANY)
-    """Routed experts that each token goes to."""
+    """Routed experts that each token goes to. Gates are divided by their sum, a single one is the router's score."""
     n_groups: int = choice(1, least=1, most=MANY)
     """Groups that the experts form; a token's experts come from k_groups of them."""
     k_groups: int = choice(1, least=1, most=MANY)

@@ -455,7 +455,6 @@ SUPPORTED = dict(
     moe_layer_freq=[1, None],
     rope_interleave=[True],
     attention_bias=[False, None],
-    norm_topk_prob=[True],
 )
 # Entries that change no number here; multi-token prediction serves training alone
 IMMATERIAL = set("aux_loss_alpha seq_aux rope_frequencies num_nextn_predict_layers".split())
@@ -477,6 +476,7 @@ def to_hugging_face(m):
         num_key_value_heads=m.n_head,
         v_head_dim=m.key_dim,
         q_lora_rank=m.q_latent or None,
+        norm_topk_prob=m.experts_per_token > 1,
         hidden_act=HIDDEN_ACT[m.activation],
     )
     if any(getattr(m, flag) != value for flag, value in ONE_VALUE.items()):
@@ -506,6 +506,7 @@ def from_hugging_face(flags, left):
     flags["activation"] = activations.get(left.get("hidden_act", "silu"))
     flags["T"] = hf.take_T(left)
     flags["rope_base"], rope = hf.take_rope(left)
+    hf.take_norm_of_gates(left, flags["experts_per_token"], missing=True)  # as transformers
     in_blocks = flags["blocks"] - flags["first_layers"]
     flags["blocks"], rest = divmod(in_blocks, max(1, flags["layers_per_block"]))
     if rest:

@@ -67,11 +67,17 @@ def router_logits(p, x):
 
 def choose_experts(scores, wanted, m):
     """The k experts of each token that it wants most, [n, k], and their gates [n, k]: their scores, divided by their
-    sum, times routed_scaling. scores and wanted [n, E]."""
+    sum, times routed_scaling. scores and wanted [n, E].
+
+    The gate of a single expert is its score, as in Switch Transformer (arXiv:2101.03961, equation 2): divided by itself
+    it would be 1, and the router would learn nothing from the loss.
+    """
     _, chosen = lax.top_k(wanted, m.experts_per_token)
     chosen_scores = jnp.take_along_axis(scores, chosen, -1)
     gates = m.routed_scaling * chosen_scores
-    return chosen, gates / (chosen_scores.sum(-1, keepdims=True) + 1e-20)
+    if m.experts_per_token > 1:
+        gates = gates / (chosen_scores.sum(-1, keepdims=True) + 1e-20)
+    return chosen, gates
 
 
 def balance_loss(scores, chosen, m, split):

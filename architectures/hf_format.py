@@ -194,6 +194,16 @@ def take_rope(left):
     return rope.pop("rope_theta", base), rope
 
 
+def take_norm_of_gates(left, k, missing):
+    """Take norm_topk_prob, `missing` where it is missing, out of what is left of a config of k experts for each token.
+    Raises UserError where gates would not be those of `experts.choose_experts`."""
+    norm = left.pop("norm_topk_prob", missing)
+    if norm != (k > 1):
+        raise UserError(
+            f"config.json: norm_topk_prob is {norm!r}, but supported is {k > 1} with num_experts_per_tok {k}."
+        )
+
+
 # Entries that change no number here, in the config.json of any architecture
 IMMATERIAL = set(
     # names: of classes, of what wrote it, of the type that weights are stored in, which each tensor says itself

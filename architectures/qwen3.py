@@ -209,7 +209,8 @@ def to_hugging_face(m):
     config = hf.config_of_common(m, ENTRIES, SUPPORTED)
     if not m.n_experts:
         return dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3") | config
-    config |= dict(decoder_sparse_step=1, mlp_only_layers=[], norm_topk_prob=True)
+    config |= dict(decoder_sparse_step=1, mlp_only_layers=[])
+    config["norm_topk_prob"] = m.experts_per_token > 1
     names = dict(architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe")
     return names | config | hf.config_of(m, MOE_ENTRIES)
 
@@ -219,7 +220,7 @@ def from_hugging_face(flags, left):
     kind = left["model_type"]
     if kind == "qwen3_moe":
         flags["n_experts"] = left.pop("num_local_experts", flags["n_experts"])  # transformers 5
-        left.setdefault("norm_topk_prob", False)  # as transformers
+        hf.take_norm_of_gates(left, flags["experts_per_token"], missing=False)  # as transformers
     else:
         del flags["expert_dim"]  # there are no experts
         # as transformers; its class with experts divides hidden_size
@@ -235,7 +236,6 @@ def from_hugging_face(flags, left):
         layer_types=[["full_attention"] * flags["blocks"], None],
         decoder_sparse_step=[1],
         mlp_only_layers=[[], None],
-        norm_topk_prob=[True],
     )
     return flags
 

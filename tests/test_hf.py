@@ -341,6 +341,8 @@ BAD_CONFIGS = [  # entries of config.json, what is said
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, but must be a number"),
     ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no', but must be true or false"),
     ({"rope_parameters": {"rope_theta": []}}, "rope_theta is [], but must be a number"),
+    ({"num_experts_per_tok": 1}, "norm_topk_prob is True, but supported is False with num_exp"),
+    ({"norm_topk_prob": False}, "norm_topk_prob is False, but supported is True with num_experts_"),
     ({"num_experts_per_tok": 99}, "num_experts_per_tok 99: cannot be more than there are"),
     ({"num_hidden_layers": 2**16}, "tensor model.layers"),
     ({"num_hidden_layers": 2**31}, "num_hidden_layers is 2147483648, but must be at most"),

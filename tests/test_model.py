@@ -174,17 +174,19 @@ def experts_by_loops(p, x, m, capacity):
             seats[e] -= 1
             gate_and_up = np.einsum("d,gdf->gf", x[t], p["experts"]["up"][e])
             hidden = gate_and_up[0] * sigmoid(gate_and_up[0]) * gate_and_up[1]
-            gate = scores[t, e] / (scores[t, chosen[t]].sum())
+            gate = scores[t, e] / (scores[t, chosen[t]].sum() if m.experts_per_token > 1 else 1)
             out[t] += m.routed_scaling * gate * (p["experts"]["down"][e] @ hidden)
     return out, load, dropped, chosen, scores
 
 
 @pytest.mark.parametrize(
-    "experts_flag, capacity_factor",
-    [("tiles", 0.0), ("buckets", 0.0), ("buckets", 1.0), ("buckets", 1.25)],
+    "experts_flag, capacity_factor, k",
+    [("tiles", 0.0, 2), ("tiles", 0.0, 1), ("buckets", 0.0, 2), ("buckets", 1.0, 2)]
+    + [("buckets", 1.25, 1)],
 )
-def test_experts_equal_plain_loops(experts_flag, capacity_factor):
-    cfg = small_config(experts=experts_flag, capacity_factor=capacity_factor, routed_scaling=1.3)
+def test_experts_equal_plain_loops(experts_flag, capacity_factor, k):
+    flags = dict(experts=experts_flag, capacity_factor=capacity_factor, experts_per_token=k)
+    cfg = small_config(routed_scaling=1.3, **flags)
     m, p = cfg.model, layer_params(cfg, "moe")
     x = np.random.default_rng(0).standard_normal((2, 16, 32)).astype(np.float32)
     router = deepseek.sigmoid_router
@@ -311,6 +313,19 @@ def test_whole_counts_decide_where_router_biases_move(n_batches):
     total, mean = counts.sum(0), n_batches * choices // E
     assert (total == mean).sum() > 20
     assert np.allclose(after, 5e-3 * np.sign(mean - total))
+
+
+@pytest.mark.parametrize("name", ["deepseek", "qwen3"])
+def test_the_router_of_one_expert_for_each_token_learns_from_the_loss(name):
+    """Without a balance loss its gradient is no rounding: it is of the size of the experts'."""
+    flags = dict(experts_per_token=1, n_shared=0, balance_weight=0.0, blocks=1, layers_per_block=1)
+    cfg = small_config(sequences=8, **ARCHITECTURES[name] | flags)
+    mesh = steps.make_mesh(cfg)
+    batch = (part[0] for part in batch_of(cfg, mesh))
+    compute = jax.jit(jax.grad(model.make_loss(cfg, mesh, train=True), has_aux=True))
+    gradients, _ = compute(raised_params(cfg), *batch, jax.random.key(0), 0)
+    layer = gradients[{"deepseek": "moe"}.get(name, name)]
+    assert jnp.abs(layer["router"]).max() > 1e-2 * jnp.abs(layer["experts"]["down"]).max()
 
 
 def test_cross_entropy_and_its_gradient():

@@ -30,6 +30,7 @@ WIDE = given("--model_dimension 28 --n_head 2 --blocks 2 --ffn_dim 0 --no_tied")
 QWEN3 = ARCHITECTURES["qwen3"] | given("--balance_weight 0")
 GROUPS = given("--n_experts 8 --n_groups 4 --k_groups 2 --experts_per_token 3 --n_shared 2")
 NO_LATENT = given("--q_latent_dim 0 --first_layers 2 --rope_base 5e4 --n_shared 0")
+NO_LATENT |= given("--experts_per_token 1")
 SPARSE = NO_LATENT | given("--first_layers 0 --n_shared 1 --n_experts 16 --experts_per_token 4")
 SPARSE |= given("--tied --expert_dim 8")
 DENSE = given("--n_kv_head 2 --blocks 2 --n_experts 0 --experts_per_token 0 --no_tied")
@@ -41,7 +42,7 @@ OWN_GELU = (
     | GROUPS
     | given("--activation gelu --layers_per_block 1 --no_embedding_norm --embedding_conv 0")
 )
-OWN_GELU |= given("--q_latent_dim 0 --no_tied --n_shared 0")
+OWN_GELU |= given("--q_latent_dim 0 --no_tied --n_shared 0 --experts_per_token 1")
 SIZES = {
     "own": OWN,
     "own gelu": OWN_GELU,
@@ -51,6 +52,7 @@ SIZES = {
     "gpt2": GPT2,
     "gpt2 wide": GPT2 | WIDE,
     "qwen3": QWEN3,
+    "qwen3 of one expert": QWEN3 | given("--experts_per_token 1 --blocks 2"),
     "qwen3 dense": QWEN3 | DENSE,
 }
 for flags, exponent in zip(SIZES.values(), np.random.default_rng(0).uniform(-6, -3, len(SIZES))):

@@ -26,6 +26,7 @@ SPLIT = {"train_batch_size", "accumulation_steps", "microbatches", "microbatch_s
 # {flag: values that meant another model before `utils.Model.revision` 1}
 CHANGED = dict(
     latent_conv=range(1, 65),  # weighed each channel of a rotary key apart
+    experts_per_token=[1],  # its gate was 1, whatever its score
 )
 
 

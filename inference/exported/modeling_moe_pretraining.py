@@ -150,7 +150,9 @@ class Router(nn.Linear):
             wanted = groups.masked_fill(~kept[..., None], -torch.inf).flatten(1)
         chosen = wanted.topk(c.num_experts_per_tok, -1).indices
         gates = scores.gather(-1, chosen)
-        return chosen, c.routed_scaling_factor * gates / (gates.sum(-1, keepdim=True) + 1e-20)
+        if c.norm_topk_prob:
+            gates = gates / (gates.sum(-1, keepdim=True) + 1e-20)
+        return chosen, c.routed_scaling_factor * gates
 
 
 class MixtureOfExperts(nn.Module):
