@@ -19,7 +19,7 @@ from importlib import import_module
 import utils
 from runtime import platforms
 from runtime.files import check_run_path, write_file, write_json
-from runtime.messages import UserError, one_sentence, say
+from runtime.messages import UserError, flush_output, one_sentence, say
 from training import command_line
 
 if __name__ == "__main__":  # flags for XLA must be in the environment before jax is imported
@@ -456,7 +456,7 @@ def run(flags):
     try:
         jax.distributed.shutdown()
     except RuntimeError:  # another one is gone already; all is saved, and jax would end in a trace
-        sys.stdout.flush()
+        flush_output()
         interrupts.end(status, "")
     return status
 

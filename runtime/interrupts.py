@@ -59,6 +59,9 @@ def begin(words="interrupted"):
         signal.signal(number, lambda number, _: end(128 + number, words))
     from importlib.util import find_spec  # here: a signal while it is imported is heard
 
+    from runtime.messages import open_streams
+
+    open_streams()
     for name in PACKAGES:
         if find_spec(name) is None:
             advice = "source .venv/bin/activate, which bash setup_tpu.sh makes"

@@ -11,6 +11,14 @@ import time
 class UserError(Exception):
     """A mistake that the user can fix: one sentence that says what is wrong, where, and what would be right."""
 
+    status = 2  # of a program that it ends
+
+
+class Unavailable(UserError):
+    """What another try may find: a status of 1 has tools/cluster/supervise.sh make one."""
+
+    status = 1
+
 
 def first_line(error):
     """The first line of a library's error, at most 200 characters, or its class where it has none."""
@@ -19,8 +27,24 @@ def first_line(error):
     return (text or type(error).__name__).splitlines()[0][:200]
 
 
+def open_streams():
+    """Prepare the standard streams of a program for any text. Characters that their encoding lacks are escaped, as
+    Python does on stderr by itself. A stream that was closed is opened to /dev/null: the next file would get its
+    number, and in it whatever a library prints."""
+    for name, mode in dict(stdin="r", stdout="w", stderr="w").items():
+        if getattr(sys, name) is None:
+            number = os.open(
+                os.devnull, os.O_RDWR
+            )  # the lowest number that is free is the stream's
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, mode))
+    with contextlib.suppress(AttributeError):  # a notebook has streams of another kind
+        sys.stdout.reconfigure(errors="backslashreplace")
+        sys.stdin.reconfigure(errors="surrogateescape")
+
+
 def one_sentence(program):
-    """Run `program()`; a UserError becomes one line and status 2, a reader of its output that has left status 141."""
+    """Run `program()`; a UserError becomes one line and its status, a reader of its output that has left status 141."""
     try:
         done = program()
         sys.stdout.flush()
@@ -29,9 +53,8 @@ def one_sentence(program):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more at its end
         sys.exit(128 + signal.SIGPIPE)
     except UserError as e:
-        sentence = " ".join(str(e).splitlines())  # what a user wrote may have several lines
-        print(f"error: {sentence}", file=sys.stderr, flush=True)
-        sys.exit(2)
+        say_error(e)
+        sys.exit(e.status)
 
 
 def nearest(word, known):
@@ -54,7 +77,22 @@ def say(words):
         print(time.strftime("%H:%M:%S"), words, flush=True)
 
 
-def warn(words):
-    """Print a warning on stderr, as `say` does: stdout may be one JSON object."""
+def say_aside(words):
+    """Print words on stderr, at once: stdout may be one JSON object."""
     with contextlib.suppress(OSError):
-        print(f"warning: {words}", file=sys.stderr, flush=True)
+        print(words, file=sys.stderr, flush=True)
+
+
+def warn(words):
+    say_aside(f"warning: {words}")
+
+
+def say_error(sentence):
+    """Print what is wrong as one line: what a user wrote may have several."""
+    say_aside(f"error: {' '.join(str(sentence).splitlines())}")
+
+
+def flush_output():
+    """Write what was printed, if anybody reads it."""
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()

@@ -36,8 +36,12 @@ PLUGINS = {"gpu": ("jax_cuda12_plugin", "jax_cuda13_plugin"), "tpu": ("libtpu",)
 
 def accelerator():
     """What this machine computes on: "tpu", "gpu" or "cpu", also before jax is installed. JAX_PLATFORMS wins."""
-    if (chosen := chosen_platform()) in ("cpu", "tpu", "gpu"):
-        return chosen
+    chosen = chosen_platform()
+    return chosen if chosen in ("cpu", "tpu", "gpu") else hardware()
+
+
+def hardware():
+    """What this machine has, whatever JAX_PLATFORMS says: "tpu", "gpu" or "cpu"."""
     # WSL has no /dev/nvidia0; looking at /dev first spares the second that nvidia-smi takes
     if glob.glob("/dev/nvidia[0-9]*") or nvidia_smi_lists_gpus():
         return "gpu"
@@ -54,8 +58,12 @@ def platform():
     if chosen := chosen_platform():
         return chosen
     found = accelerator()
-    plugins = PLUGINS.get(found, ())
-    return found if any(importlib.util.find_spec(name) for name in plugins) else "cpu"
+    return found if has_plugin(found) else "cpu"
+
+
+def has_plugin(accelerator):
+    """Whether what jax needs for an accelerator is installed."""
+    return any(importlib.util.find_spec(name) for name in PLUGINS.get(accelerator, ()))
 
 
 def cpu_has_bfloat16():
@@ -88,15 +96,56 @@ def set_xla_flags(n_devices, num_processes=1):
         choose_cpu()
     # the TPU compiler has a variable of its own
     variable = "LIBTPU_INIT_ARGS" if platform() == "tpu" else "XLA_FLAGS"
-    now = os.environ.get(variable, "")
+    now = os.environ.get(variable, "").strip()
+    if os.path.isfile(now):  # XLA reads its flags there
+        now = Path(now).read_text()
     flags = list(XLA_FLAGS.get(platform(), []))
     if n_devices and platform() == "cpu":
         flags.append(f"--xla_force_host_platform_device_count={n_devices // num_processes}")
-    added = [flag for flag in flags if flag.split("=")[0] not in now]
+    given = {name_of_flag(word) for word in now.split()}
+    added = [flag for flag in flags if name_of_flag(flag) not in given]
     os.environ[variable] = " ".join([now, *added]).strip()
     if num_processes > 1:
         # C++ would report a lost process over and over, for which main.py has a sentence
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+
+def name_of_flag(word):
+    """The name of an XLA flag as it is given: --name=value, --name, or --noname, by which libtpu turns one off."""
+    return re.match(r"(?:--?(?:no)?)?([^=]*)", word)[1]
+
+
+def find_devices():
+    """Have jax find the devices. Raises UserError where it finds none that JAX_PLATFORMS names, `Unavailable` where it
+    cannot use those that are there."""
+    import jax
+
+    from runtime.messages import (
+        Unavailable,
+        UserError,
+        first_line,
+    )  # here: run alone, this file finds no other
+
+    try:
+        jax.devices()
+        return
+    except Exception as e:  # RuntimeError, or AssertionError for a GPU that is not there
+        error = e
+    has = hardware()
+    usable = {"cpu", "cuda" if has == "gpu" else has}
+    chosen = os.environ.get("JAX_PLATFORMS", "")
+    missing = [name for name in dict.fromkeys(chosen.split(",")) if name not in usable]
+    if chosen and missing:
+        names = " and no ".join(map(repr, missing))
+        raise UserError(
+            f"JAX_PLATFORMS={chosen}: jax finds no {names} on this machine; leave it unset, or give "
+            f"{' or '.join(sorted(usable))}."
+        )
+    if has in PLUGINS and not has_plugin(has):
+        raise UserError(
+            f"JAX_PLATFORMS={chosen}: this Python has no jax for a {has.upper()}; bash setup_tpu.sh adds it."
+        )
+    raise Unavailable(f"jax cannot use the {has.upper()} of this machine ({first_line(error)}).")
 
 
 def choose_cpu():

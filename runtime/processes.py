@@ -21,15 +21,17 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from runtime import interrupts, locks
+from runtime import interrupts, locks, platforms
 from runtime.files import read_file, write_file
-from runtime.messages import UserError, say
+from runtime.messages import UserError, first_line, flush_output, say, say_aside
 
 # How errors of jax's tell that another process does not answer any more.
 LOSS = re.compile(
     "Gloo|NCCL|UNAVAILABLE|Connection closed by peer|Connection reset|heartbeat|coordination"
 )
+# launcher.sh knows by "its log says why" that another host's log does
 ANOTHER = "another process failed; its log says why."
+LOST = "another process of this run was lost; its log says why"
 LOOPBACK = "localhost", "127.0.0.1", "[::1]"  # which no other machine reaches
 STUCK = 10  # times its median from which a part of the loop is taken for stuck
 
@@ -37,27 +39,44 @@ STUCK = 10  # times its median from which a part of the loop is taken for stuck
 def end_at_once(error):
     """Print the error and end this process, one of several. At a usual exit jax would wait for the others, which wait
     for this one, and end in a stack trace."""
-    status = 2
-    words = f"error: {error}"
-    if not isinstance(error, UserError):
+    status = 1
+    if isinstance(error, UserError):
+        status = error.status
+        words = f"error: {error}"
+    else:
         if LOSS.search(str(error)):
-            what = "another process of this run was lost; its log says why"
             advice = "and the same command on all resumes from a checkpoint."
-            interrupts.end(75, f"error: {what}, {advice}")
-        status = 1
+            interrupts.end(75, f"error: {LOST}, {advice}")
         words = "".join(traceback.format_exception(error))
-    sys.stdout.flush()
-    print(words, file=sys.stderr, flush=True)
+    flush_output()
+    say_aside(words)
     if jax.process_index() == 0:
         time.sleep(2)  # when it ends the others end too; they may be about to print the same error
     os._exit(status)
 
 
 def join_processes(cfg):
-    """Meet the other processes of the run: at --coordinator, or where a TPU pod, Slurm or Kubernetes tells jax."""
+    """Meet the other processes of the run, if there are any, and find the devices of all."""
     run = cfg.run
-    if run.num_processes == 1:
-        return
+    if run.num_processes != 1:
+        meet(run)
+    several = jax.distributed.is_initialized()
+    try:
+        platforms.find_devices()
+    except UserError as e:
+        if (
+            several
+        ):  # at a usual exit jax would wait for the others, and they for the devices of this one
+            interrupts.end(e.status, f"error: {e}")
+        raise
+    if several and run.n_devices not in (0, jax.device_count()):
+        raise UserError(
+            f"--n_devices {run.n_devices}: several processes train on all their devices, {jax.device_count()}."
+        )
+
+
+def meet(run):
+    """Meet the other processes: at --coordinator, or where a TPU pod, Slurm or Kubernetes tells jax."""
     # That service would swallow SIGTERM from here on; `Interrupt` makes a signal known to all processes.
     jax.config.update("jax_enable_preemption_service", False)
     limit = 3 * run.peer_timeout  # machines do not all start at one moment
@@ -76,20 +95,17 @@ def join_processes(cfg):
             heartbeat_timeout_seconds=run.peer_timeout,
             shutdown_timeout_seconds=3600,  # process 0 may still upload its log
         )
-    except ValueError:
-        if run.coordinator:
-            raise
-        return  # jax knows no cluster that this process is part of
-    except RuntimeError as e:
+    except (ValueError, RuntimeError) as e:
+        if "coordinator_address should be defined" in str(
+            e
+        ):  # jax knows no cluster around this process
+            return
         raise UserError(
-            f"--num_processes: this process cannot join its cluster ({e}); give 1 to train alone, or --coordinator."
+            f"this process cannot join the others ({first_line(e)}); give --num_processes 1 to train alone, or "
+            f"--coordinator, --num_processes and --process_id."
         ) from None
     finally:
         late.cancel()
-    if run.n_devices not in (0, jax.device_count()):
-        raise UserError(
-            f"--n_devices {run.n_devices}: several processes train on all their devices, {jax.device_count()}."
-        )
 
 
 def meeting_place(run):

@@ -23,7 +23,7 @@ import architectures
 import presets
 import utils
 from data import tokenization, tokenize_shards, train_tokenizer
-from runtime import files, messages, parser, platforms
+from runtime import files, messages, parser, platforms, processes
 from tools import bench, checkpoints, common, compare, hf, trace
 from training import command_line, settings, steps
 
@@ -382,6 +382,137 @@ def test_the_users_xla_flags_win(monkeypatch):
             monkeypatch.setenv(variable, given)
             platforms.set_xla_flags(8)
             assert [f for f in os.environ[variable].split() if flag in f] == [now]
+
+
+def test_the_users_xla_flags_win_by_their_whole_names(monkeypatch, tmp_path):
+    """Not by the beginning of another's; also where libtpu reads --noNAME, and where XLA reads a file."""
+    for variable, platform, flag in (
+        ("LIBTPU_INIT_ARGS", "tpu", "--xla_tpu_enable_async_collective_fusion=true"),
+        ("XLA_FLAGS", "cpu", "--xla_force_host_platform_device_count=8"),
+    ):
+        monkeypatch.setenv("JAX_PLATFORMS", platform)
+        name = flag.split("=")[0]
+        (tmp_path / "flags").write_text(f"{name}_more=1\n--other\n")
+        for given in (f"{name}_more=1", f"--x{name[1:]}=1", str(tmp_path / "flags")):
+            monkeypatch.setenv(variable, given)
+            platforms.set_xla_flags(8)
+            assert flag in os.environ[variable].split() and os.environ[variable][0] == "-"
+        for given in (name, f"{name}=0", name.replace("--", "--no")):
+            (tmp_path / "flags").write_text(f"--other=2\n{given}\n")
+            for value in (given, f"--other  {given}", str(tmp_path / "flags")):
+                monkeypatch.setenv(variable, value)
+                platforms.set_xla_flags(8)
+                assert given in os.environ[variable].split()
+                assert flag not in os.environ[variable].split()
+
+
+DEVICES = [  # JAX_PLATFORMS, what the machine has, whether jax for it is installed, what is said
+    ("cuda", "cpu", True, "JAX_PLATFORMS=cuda: jax finds no 'cuda' on this machine; leave it unset, or give cpu"),
+    ("tpu,cpu", "gpu", True, "JAX_PLATFORMS=tpu,cpu: jax finds no 'tpu' on this machine; leave it unset"),
+    ("cpu,nonsense", "cpu", True, "jax finds no 'nonsense' on this machine"),
+    ("tpu,", "gpu", True, "jax finds no 'tpu' and no '' on this machine; leave it unset, or give cpu or cuda."),
+    ("gpu", "gpu", True, "jax finds no 'gpu' on this machine; leave it unset, or give cpu or cuda."),
+    ("cuda", "gpu", False, "JAX_PLATFORMS=cuda: this Python has no jax for a GPU; bash setup_tpu.sh adds it."),
+    ("tpu", "tpu", True, "jax cannot use the TPU of this machine (in use by process 7)."),
+    ("", "tpu", True, "jax cannot use the TPU of this machine (in use by process 7)."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("chosen, has, installed, said", DEVICES)
+def test_devices_that_jax_does_not_find_get_a_sentence(chosen, has, installed, said, monkeypatch):
+    """With the status of a wrong flag, but for those that another try may find."""
+
+    def fail():
+        raise RuntimeError("in use by process 7\n  a trace")
+
+    monkeypatch.setattr("jax.devices", fail)
+    monkeypatch.setattr(platforms, "hardware", lambda: has)
+    monkeypatch.setattr(platforms, "has_plugin", lambda kind: installed)
+    monkeypatch.setenv("JAX_PLATFORMS", chosen)
+    refusal(platforms.find_devices, said)
+    with pytest.raises(SystemExit) as e:
+        messages.one_sentence(platforms.find_devices)
+    assert e.value.code == (1 if "in use" in said else 2)
+
+
+STEP = dict(zip(command_line.SLURM, ("7", "2", "0", "0", "127.0.0.1")))  # a task of Slurm's
+ENVIRONMENTS = [  # variables, the number of processes or what is said
+    (dict(), 1),
+    (dict(SLURM_NTASKS=""), 1),
+    (dict(SLURM_NTASKS="2"), 1),  # as in a shell of salloc's: no task, so jax looks for no others
+    (dict(SLURM_NTASKS="two"), "SLURM_NTASKS=two: must be a whole number"),
+    (STEP, 2),
+    (STEP | dict(SLURM_NTASKS=""), "SLURM_NTASKS=: must be a whole number"),
+    (STEP | dict(SLURM_PROCID=""), "SLURM_PROCID=: must be a whole number"),
+    (STEP | dict(SLURM_LOCALID="1.5"), "SLURM_LOCALID=1.5: must be a whole number"),
+    (STEP | dict(SLURM_NTASKS="-1"), "SLURM_NTASKS=-1: must be a whole number"),
+    (dict(TPU_WORKER_ID="x"), "TPU_WORKER_ID=x: must be a whole number"),
+]
+
+
+@pytest.mark.parametrize("variables, expected", ENVIRONMENTS, ids=str)
+def test_what_starts_processes_is_understood_or_gets_a_sentence(variables, expected, monkeypatch):
+    for name in command_line.NUMBERS + command_line.SLURM:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    flags = command_line.parse([])
+    if isinstance(expected, int):
+        assert command_line.check_processes(flags) == expected
+    else:
+        refusal(lambda: command_line.check_processes(flags), expected)
+    assert command_line.check_processes(flags.follow(num_processes=1)) == 1
+
+
+def test_a_process_that_jax_cannot_place_among_others_does_not_train_alone(monkeypatch):
+    for said, alone in (
+        ("coordinator_address should be defined.", True),  # jax knows of no others
+        ("Number of processes must be defined.", False),
+        ("invalid literal for int() with base 10: 'a'", False),
+    ):
+
+        def fail(**_):
+            raise ValueError(said)
+
+        monkeypatch.setattr("jax.distributed.initialize", fail)
+        run = presets.preset("tiny").run
+        if alone:
+            processes.meet(run)
+        else:
+            refusal(lambda: processes.meet(run), f"cannot join the others ({said})", "alone")
+
+
+def streams(code, redirected, **environment):
+    """How a program ended that begins as all here do, then does this."""
+    begin = "import os, sys; from runtime import interrupts; interrupts.begin(); "
+    words = ["bash", "-c", f'exec "$@" {redirected}', "bash", sys.executable, "-c", begin + code]
+    return subprocess.run(
+        words, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True
+    )
+
+
+def test_closed_streams_are_opened_and_no_file_gets_their_numbers(tmp_path):
+    """Or what a library prints would be in that file."""
+    code = f"""
+import subprocess
+with open({str(tmp_path / "shard")!r}, "w") as f:
+    for number in (1, 2):
+        os.write(number, b"noise")
+    print("text", sys.stdin.read(), sys.stderr.isatty(), flush=True)
+    subprocess.run(["sh", "-c", "echo more; echo more >&2"], check=True)
+    f.write("data")
+"""
+    for redirected in ("<&- >&- 2>&-", ">&-", "2>&-", "<&-"):
+        done = streams(code, redirected)
+        assert done.returncode == 0, done.stderr
+        assert (tmp_path / "shard").read_text() == "data"
+        assert ("text" in done.stdout) == (">&-" not in redirected.replace("2>&-", ""))
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252:strict"])
+def test_what_stdout_cannot_encode_is_escaped(encoding):
+    done = streams(r'print("a \u6f22")', "", PYTHONIOENCODING=encoding)
+    assert (done.returncode, done.stdout) == (0, "a \\u6f22\n"), done.stderr
 
 
 def test_a_program_names_the_nearest_flag_and_takes_the_flags_of_main_py_too():

@@ -21,6 +21,7 @@ import utils
 from data import tokenization
 from dataset import Corpus
 from inference import decoding, weights
+from runtime import messages
 from tools import common, evaluate, hf, sample
 from training import settings, steps
 from training.checkpointing import Checkpoints
@@ -107,6 +108,19 @@ def test_typed_lines_continue_as_prompts_do(run, capsys, monkeypatch):
     out, err = capsys.readouterr()
     assert out == "".join(f"{p}{text}\n" for p, text in zip(lines, rows))
     assert "Ctrl-D" in err
+
+
+def test_typed_bytes_that_are_no_text_are_refused_and_the_next_line_is_read(
+    run, capsys, monkeypatch
+):
+    typed = io.TextIOWrapper(io.BytesIO(b"a\xff\nb\n"), "utf-8")
+    monkeypatch.setattr("sys.stdin", typed)
+    messages.open_streams()
+    assert continued(run, prompts=()) is None
+    out, err = capsys.readouterr()
+    assert out.startswith("b") and out.count("\n") == 1
+    assert "error: the prompt 'a\\udcff' holds bytes that are no text" in err
+    refusal(lambda: continued(run, prompts=("a", "\udcff")), "the prompt '\\udcff' holds bytes")
 
 
 def test_a_batch_of_prompts_continues_as_a_plain_loop_says_on_every_mesh(run, logits_of, capsys):
@@ -340,3 +354,24 @@ def test_the_programs_as_scripts_and_as_modules(run, words, said):
     done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
     assert said in done.stderr and done.stderr.count("\n") == 1
     assert done.returncode == (2 if said.startswith("error") else 0)
+
+
+NEED_DEVICES = ["main.py", "tools/sample.py RUN", "tools/evaluate.py RUN --data README.md"]
+NEED_DEVICES += ["tools/bench.py", "tools/check_machine.py"]
+NEEDS_NONE = "tools/checkpoints.py RUN"
+
+
+@pytest.mark.parametrize("words", [*NEED_DEVICES, NEEDS_NONE])
+def test_a_platform_that_no_machine_has_gets_a_sentence_where_devices_are_needed(run, words):
+    needs_none = words == NEEDS_NONE
+    words = [str(run[0]) if word == "RUN" else word for word in words.split()]
+    env = os.environ | {"JAX_PLATFORMS": "quantum,cpu"}
+    done = subprocess.run(
+        [sys.executable, *words], cwd=ROOT, env=env, capture_output=True, text=True
+    )
+    if needs_none:
+        assert (done.returncode, done.stderr) == (0, "")
+    else:
+        said = "error: JAX_PLATFORMS=quantum,cpu: jax finds no 'quantum' on this machine"
+        assert done.returncode == 2 and done.stderr.startswith(said), done.stderr
+        assert done.stderr.count("\n") == 1 and not done.stdout

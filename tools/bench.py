@@ -47,6 +47,7 @@ def prepare(cfg):
     from training import profiling, steps
     from training.optimizer import make_optimizer
 
+    platforms.find_devices()
     steps.configure_jax(cfg)
     cfg = settings.validate(cfg, jax.device_count())
     mesh = steps.make_mesh(cfg)

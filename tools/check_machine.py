@@ -19,7 +19,7 @@ from functools import partial
 from importlib import metadata
 
 import utils
-from runtime import interrupts, parser
+from runtime import interrupts, parser, platforms
 from runtime.files import check_place, names_in, read_json, write_file, write_json
 from runtime.messages import UserError, first_line, one_sentence, say
 from tools import bench, common
@@ -280,6 +280,7 @@ def main(options):
     check_place(f"{options.out}/report.md", "--out")
     if names_in(options.out) and "verdict" not in read_json(options.out, "report.json"):
         raise UserError(f"--out {options.out}: holds files of others; give another folder.")
+    platforms.find_devices()
     step = Step(options.out)
     found = checks_of(step)
     if options.only:

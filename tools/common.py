@@ -105,6 +105,7 @@ def open_model(options, text):
     from inference import hub, weights
     from training import steps
 
+    platforms.find_devices()
     flags, load = weights.open_weights(options.model)
     folder = hub.folder_of(options.model)
     encoding = tokenization.folder_tokenizer(folder)

@@ -13,6 +13,7 @@ if not __package__:
 import dataclasses
 import itertools
 import math
+import re
 import sys
 import time
 from collections import deque
@@ -20,7 +21,7 @@ from collections import deque
 import utils
 from data.tokenization import text_of
 from runtime import interrupts
-from runtime.messages import UserError
+from runtime.messages import UserError, say_aside, say_error
 from tools import common
 
 if __name__ == "__main__":
@@ -100,7 +101,7 @@ def main(options):
     if options.prompt:
         return continue_prompts(options, *opened, programs)
     about = f"temperature {options.temperature}, top_k {options.top_k}"
-    print(f"{about}; type a prompt, Ctrl-D ends", file=sys.stderr)
+    say_aside(f"{about}; type a prompt, Ctrl-D ends")
     shown = "> " if sys.stdin.isatty() else ""
     for number in itertools.count():
         try:
@@ -109,8 +110,8 @@ def main(options):
                 continue_prompts(one, *opened, programs, chunk=1)
         except EOFError:
             return None
-        except UserError as e:  # of a prompt that is too long
-            print(f"error: {e}", file=sys.stderr)
+        except UserError as e:  # the next line may be right
+            say_error(e)
 
 
 def continue_prompts(options, cfg, mesh, params, encoding, programs, chunk=decoding.CHUNK):
@@ -119,6 +120,11 @@ def continue_prompts(options, cfg, mesh, params, encoding, programs, chunk=decod
     further_ends = ends(options.model)
     if "" in options.stop:
         raise UserError("--stop: is empty; give a text.")
+    for text in options.prompt:
+        if re.search("[\udc80-\udcff]", text):  # as which Python keeps bytes that it cannot decode
+            raise UserError(
+                f"the prompt {text!r:.40} holds bytes that are no text; write it in UTF-8."
+            )
     prompts = [[*before, *encoding.encode_ordinary(text)] for text in options.prompt]
     if [] in prompts:
         raise UserError("--prompt: is empty; give a text, or --start end_of_text.")
@@ -152,10 +158,9 @@ def continue_prompts(options, cfg, mesh, params, encoding, programs, chunk=decod
             break
     seconds = time.perf_counter() - prefilled
     drawn = sum(len(row.tokens) for row in rows)
-    print(
+    say_aside(
         f"prefill: {n_tokens} tokens, {n_tokens / (prefilled - began):,.0f} tokens/s; "
-        f"decode: {drawn} tokens, {drawn / seconds:,.0f} tokens/s",
-        file=sys.stderr,
+        f"decode: {drawn} tokens, {drawn / seconds:,.0f} tokens/s"
     )
     return rows
 

@@ -22,6 +22,15 @@ NO_FLAGS = {"data_fingerprint", "commit", "encoding", "end_of_text", "eos_token_
 NO_FLAGS |= {"revision", "coordinator", "num_processes", "process_id"}
 # Where one of these is given beside --config, the file's global batch is divided anew.
 DIVIDES = SPLIT | {"global_batch_size", "n_device_axis", "n_devices"}
+# By these variables jax knows that the process is a task of a step of Slurm's.
+SLURM = "SLURM_JOB_ID SLURM_NTASKS SLURM_PROCID SLURM_LOCALID SLURM_STEP_NODELIST".split()
+# Variables in which jax expects whole numbers where it finds the other processes by itself.
+NUMBERS = [
+    *SLURM[:4],
+    *"OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_LOCAL_RANK".split(),
+]
+NUMBERS += "TPU_WORKER_ID MEGASCALE_NUM_SLICES MEGASCALE_SLICE_ID JOB_COMPLETION_INDEX".split()
+NUMBERS += "JAX_COORDINATOR_PORT JAX_PARTITION_INDEX JAX_SLICE_INDEX".split()
 
 
 def parse(argv, load=load_tokenizer, elsewhere=False):
@@ -94,6 +103,21 @@ def follow_tokenizer(flags, load):
     return flags.follow(vocab_size=encoding.n_vocab)
 
 
+def tasks_of_slurm():
+    """The number of processes that Slurm started with this one; 1 where it is no task of a step of Slurm's. Raises
+    UserError for a variable that jax would need and cannot read."""
+    in_step = all(name in os.environ for name in SLURM)
+    for name in NUMBERS:
+        value = os.environ.get(name, "")
+        needed = value or (in_step and name in SLURM)
+        if needed and not re.fullmatch("[0-9]{1,18}", value):
+            raise UserError(
+                f"{name}={value}: must be a whole number, as the program that starts the processes sets it; leave it "
+                f"unset where none does."
+            )
+    return max(1, int(os.environ["SLURM_NTASKS"])) if in_step else 1  # jax refuses 0
+
+
 def check_processes(flags):
     """The number of processes, if flags or Slurm tell it, else 1. Raises UserError where the flags do not agree."""
     r = flags.cfg.run
@@ -101,7 +125,8 @@ def check_processes(flags):
         raise UserError(
             "torchrun: one process trains on all devices of a host; start python main.py."
         )
-    processes = r.num_processes or int(os.environ.get("SLURM_NTASKS", 1))
+    tasks = 1 if r.num_processes == 1 else tasks_of_slurm()
+    processes = r.num_processes or tasks
     if r.coordinator and not {"num_processes", "process_id"} <= flags.given:
         raise UserError(f"--coordinator {r.coordinator}: needs --num_processes and --process_id.")
     for flag, alone in dict(num_processes=1, process_id=0).items():
