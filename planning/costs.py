@@ -5,20 +5,24 @@ count matrix products and collectives as model.py writes them, whatever a compil
 routing by index, biases) costs memory traffic, taken as a multiple of the activations.
 """
 
+import functools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import jax
 import numpy as np
+from jax.sharding import AbstractMesh
 
 import collectives
 import model
+import utils
 from architectures import architecture
 from architectures.experts import capacity, choose_transport
 from architectures.parameters import is_param
 from kernels import attention, grouped, loss
 from planning import hlo
-from training import muon
+from training import muon, steps
+from training.optimizer import make_optimizer
 
 # Constants fitted to what compilers report of the configurations in docs/planning.md. The GPU compiler reports no
 # times: there they follow the operations of programs (`Program`).
@@ -146,6 +150,24 @@ def further_round(program, text):
     return Program(with_one, program.cfg, machine).overlapped() - program.overlapped()
 
 
+@functools.cache  # --search asks thousands of times
+def optimizer_bytes(m, o):
+    """Bytes that the optimizer of `o`, a utils.Optimizer, keeps for each number of a parameter, in a tree like the
+    parameters of `m`, a utils.Model: 8 for AdamW's two moments. Scalars are left out."""
+    cfg = utils.Config(model=m, optimizer=o, run=utils.Run(n_device_axis=(1, 1, 1)))
+    mesh = AbstractMesh(cfg.run.n_device_axis, collectives.AXES)
+    params = steps.abstract_params(cfg, mesh)
+    names = jax.tree_util.tree_map_with_path(lambda path, _: jax.tree_util.keystr(path), params)
+    total = Counter()
+
+    def add(leaf, name):
+        total[name] += leaf.size * leaf.dtype.itemsize
+
+    optimizer, _ = make_optimizer(cfg, mesh)
+    steps.map_opt_state(optimizer, params, add, lambda leaf: None, beside=names)
+    return jax.tree.map(lambda param, name: total[name] / param.size, params, names)
+
+
 class Estimate:
     """What one device does in a step of a validated Config."""
 
@@ -165,7 +187,7 @@ class Estimate:
         self.sent = defaultdict(lambda: [0.0, 0.0, 0.0])
         self.operands = 0.0  # memory traffic of matrix products, bytes
         self.passes = 0.0  # memory traffic of everything else, bytes
-        self.weights = self.optimizer = 0.0  # bytes; of AdamW's two moments or Muon's one
+        self.weights = self.optimizer = 0.0  # bytes; of what the optimizer keeps
         self.batch = 8 * self.batches * self.own * self.own_tokens  # bytes, with targets
         self.activations = 0.0  # bytes kept from the forward pass for the backward pass
         self.bubble = (self.pp - 1) / self.ticks  # share of the ticks in which a stage idles
@@ -230,7 +252,7 @@ class Estimate:
         gathers, sums = 1, self.batches
         if self.machine.platform == "tpu":
             gathers, sums = self.batches, 1
-        with_muon = self.cfg.optimizer.optimizer == "muon"
+        kept = optimizer_bytes(m, self.cfg.optimizer)
         used = 0
         gathered = defaultdict(int)
         for name, stack in model.param_table(self.cfg).items():
@@ -244,12 +266,13 @@ class Estimate:
             use = gathers, self.batches, 1
             if self.by_layer and in_layer:
                 use = gradients * (1 if m.remat == "none" else 2), gradients, layers
-            for p in jax.tree.leaves(stack, is_leaf=is_param):
+            params = jax.tree.leaves(stack, is_leaf=is_param)
+            for p, of_optimizer in zip(params, jax.tree.leaves(kept[name])):
                 axes = [axis for entry in p.spec for axis in muon.real_axes(entry, self.split)]
                 own = math.prod(p.shape) // muon.axes_size(axes, self.split)
                 n_bytes = 4 * own
                 self.weights += n_bytes
-                self.optimizer += n_bytes if with_muon and p.hidden else 2 * n_bytes
+                self.optimizer += of_optimizer * own
                 self.send("all-reduce", self.split.keys() - axes, n_bytes, sums)
                 whole = self.gather(p, own, in_layer, *use)
                 if in_layer:

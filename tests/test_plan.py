@@ -2,11 +2,13 @@
 
 import importlib.util
 import json
+import math
 import os
 import re
 from unittest import mock
 
 import jax
+import optax
 import pytest
 from conftest import ARCHITECTURES, ROOT, flags_of, given, refusal, small_config
 
@@ -15,7 +17,7 @@ import presets
 import utils
 from planning import costs, gpus, hlo, machines, plan
 from runtime import platforms
-from training import command_line, settings
+from training import command_line, optimizer, settings, steps
 
 no_tpu_compiler = not importlib.util.find_spec("libtpu")
 tpu_compiler = pytest.mark.skipif(no_tpu_compiler, reason='pip install "jax[tpu]"')
@@ -69,6 +71,38 @@ def test_formulas_agree_with_xla_on_simulated_devices(mesh, flags):
     compiled = machines.compile_step(cfg, jax.devices())
     e = check_program(compiled.text, cfg, machine)
     assert e.weights + e.optimizer + e.batch == pytest.approx(compiled.arguments, rel=2e-3)
+
+
+RULES = {  # of an optimizer that somebody adds: floats that it keeps for each of a parameter's
+    "lion": (lambda cfg, mesh: optax.scale_by_lion(), 1),
+    "sgd": (lambda cfg, mesh: optax.identity(), 0),
+    "momentum in half": (lambda cfg, mesh: optax.trace(0.9, accumulator_dtype="bfloat16"), 0.5),
+    "amsgrad": (lambda cfg, mesh: optax.scale_by_amsgrad(), 3),
+    "adamw": (None, 2),
+    "muon": (None, None),  # one for its matrices, two for all else
+}
+
+
+@pytest.mark.parametrize("name, rule, kept", [(n, *rule) for n, rule in RULES.items()])
+def test_a_plan_counts_what_the_optimizer_keeps(name, rule, kept, monkeypatch):
+    monkeypatch.setattr(costs, "optimizer_bytes", costs.optimizer_bytes.__wrapped__)
+    if rule:
+        monkeypatch.setattr(optimizer, "make_rule", rule)
+    known = dict(optimizer=name) if not rule else {}
+    for mesh in ((1, 1, 1), (2, 2, 2)):
+        cfg = small_config(mesh, **known)
+        e = costs.Estimate(cfg, plan.machine_of(jax.devices()))
+        grid = steps.make_mesh(cfg)
+        state = steps.abstract_state(cfg, grid, optimizer.make_optimizer(cfg, grid)[0])
+        stored = 0
+        for leaf in jax.tree.leaves(state.opt_state):
+            if leaf.ndim:  # scalars are left out
+                stored += leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
+        assert e.optimizer == stored
+        if kept is None:
+            assert e.weights < e.optimizer < 2 * e.weights
+        else:
+            assert e.optimizer == kept * e.weights
 
 
 def test_logits_are_in_memory_beside_the_embedding():

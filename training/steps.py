@@ -71,21 +71,33 @@ def abstract_params(cfg, mesh):
     )
 
 
-def abstract_state(cfg, mesh, optimizer):
-    """TrainState of ShapeDtypeStructs: optimizer leaves lie as their parameters do, scalars on all devices."""
-    params = abstract_params(cfg, mesh)
-    replicated = NamedSharding(mesh, P())
+def map_opt_state(optimizer, params, of_params, of_others, beside):
+    """The optimizer's state for `params`, a tree of ShapeDtypeStructs: of_params(leaf, x) for what belongs to the
+    parameter of x in the tree `beside`, of_others(leaf) for all else."""
 
     def is_masked(leaf):  # a parameter that another rule of the optimizer updates
         return isinstance(leaf, optax.MaskedNode)
 
-    opt_state = optax.tree_map_params(
+    return optax.tree_map_params(
         optimizer,
-        lambda leaf, param: leaf if is_masked(leaf) else leaf.update(sharding=param.sharding),
+        lambda leaf, x: leaf if is_masked(leaf) else of_params(leaf, x),
         jax.eval_shape(optimizer.init, params),
-        params,
-        transform_non_params=lambda leaf: leaf.update(sharding=replicated),
+        beside,
+        transform_non_params=of_others,
         is_leaf=is_masked,
+    )
+
+
+def abstract_state(cfg, mesh, optimizer):
+    """TrainState of ShapeDtypeStructs: optimizer leaves lie as their parameters do, scalars on all devices."""
+    params = abstract_params(cfg, mesh)
+    replicated = NamedSharding(mesh, P())
+    opt_state = map_opt_state(
+        optimizer,
+        params,
+        lambda leaf, param: leaf.update(sharding=param.sharding),
+        lambda leaf: leaf.update(sharding=replicated),
+        beside=params,
     )
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
     key = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=replicated)
