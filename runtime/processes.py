@@ -29,7 +29,7 @@ from runtime.messages import UserError, first_line, flush_output, say, say_aside
 LOSS = re.compile(
     "Gloo|NCCL|UNAVAILABLE|Connection closed by peer|Connection reset|heartbeat|coordination"
 )
-# launcher.sh knows by "its log says why" that another host's log does
+# tools/cluster/on_host.sh: start knows by "its log says why" that another host's does
 ANOTHER = "another process failed; its log says why."
 LOST = "another process of this run was lost; its log says why"
 LOOPBACK = "localhost", "127.0.0.1", "[::1]"  # which no other machine reaches

@@ -19,8 +19,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import ROOT, copy_repository, flags_of, free_port, given, listens, refusal, wait_for
-from test_scripts import CLEAN, assert_one_sentence, program
+from test_scripts import CLEAN, GCLOUD, TPU, assert_one_sentence, program
 
+from runtime import processes
 from training import steps
 
 SSHD = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")
@@ -30,12 +31,14 @@ nice ps python3 rm sed sh sleep tail tee tmux tr""".split()
 XLA_FLAGS = os.environ["XLA_FLAGS"].replace("--xla_force_host_platform_device_count=8", "")
 SECRET = "s3cr3t'\"$x y"
 ODD = "a  b\n'c' \"d\" $HOME `ls` \\ * ? ! é 漢"
-# The Python that it installs: with the file `broken` at home training fails at once, with `instant` it is done at once,
-# with `waits` it waits for SIGTERM, and with `silent` it never says that it compiled
+# The Python that it installs: with the file `broken` at home training fails, after the seconds that it holds, with
+# `follows` it fails at once with the words that it holds, with `instant` it is done at once, with `waits` it waits for
+# SIGTERM, and with `silent` it never says that it compiled
 SETUP = f"""mkdir -p .venv/bin
 cat >.venv/bin/python <<'E'
 #!/bin/bash
-[ ! -e ~/broken ] || {{ echo "boom $((3+4))"; exit 7; }}
+[ ! -e ~/broken ] || {{ sleep 0$(<~/broken); echo "boom $((3+4))"; exit 7; }}
+[[ $1 != main.py || ! -e ~/follows ]] || {{ cat ~/follows; exit 2; }}
 [[ $1 != main.py || ! -e ~/silent ]] || exec sleep 7654
 [[ $1 != main.py || ! -e ~/waits ]] || {{ echo 0 compiled in 0 s; exec sleep 7654; }}
 [ ! -e ~/instant ] || {{ echo compiled in 0 s; exit; }}
@@ -654,6 +657,19 @@ def test_one_host_that_fails_to_start_takes_the_others_back(idle):
     assert not processes_of(b"sleep", b"7654")  # not even outside tmux
 
 
+def test_of_hosts_that_fail_together_the_one_that_knows_why_is_shown(idle):
+    """Though the others fail before it. Without one that knows, one that failed is shown."""
+    for host, words in zip(idle.hosts, (processes.ANOTHER, processes.LOST)):
+        (host.home / "follows").write_text(f"error: {words}\n")
+    (idle.hosts[2].home / "broken").write_text("1")
+    for hosts, shown, said in ((3, "3", "boom 7"), (1, "1", processes.ANOTHER)):
+        done = idle.launch(hosts=hosts)
+        assert done.returncode == 1 and said in done.stderr, done.said
+        assert f"error: 127.0.0.{shown}: main.py ended with status" in done.stderr
+        assert f"--- the last 20 lines of 127.0.0.{shown}" in done.stderr
+        assert done.stderr.count("--- ") == 1 and ("its log says why" in done.said) == (hosts == 1)
+
+
 def test_debug_opens_a_pane_for_each_of_many_hosts(idle):
     names = [f"127.0.0.{i}" for i in range(1, 41)]
     own = dict(HOSTS=" ".join(names), WANDB_API_KEY=SECRET, TMUX_TMPDIR=str(idle.base))
@@ -674,13 +690,14 @@ def test_debug_opens_a_pane_for_each_of_many_hosts(idle):
 
 
 def test_a_tpus_hosts_come_from_gcloud(idle):
-    text = '#!/bin/bash\nprintf "%s\\n" "$*" >&2\n[[ $* == *ipAddress* ]] || exit 0\n'
-    program(idle.base / "gcloud/gcloud", f'{text}echo "127.0.0.1;127.0.0.3"\n')
-    tpu = {"HOSTS": "", "COORDINATOR": "", "TPU_NAME": "pod", "ZONE": "z", "PROJECT": "p"}
-    done = idle.launch("--status", **tpu, PATH=f"{idle.base}/gcloud:{os.environ['PATH']}")
+    program(idle.base / "gcloud/gcloud", GCLOUD)
+    path = f"{idle.base}/gcloud:{os.environ['PATH']}"
+    inside = dict(INSIDE="127.0.0.1;127.0.0.3", STATE="READY", PATH=path)
+    done = idle.launch("--status", **TPU, **inside)
     hosts = [line.split()[1] for line in done.stdout.splitlines()[1:]]
     assert done.returncode == 0 and hosts == ["127.0.0.1", "127.0.0.3"]
-    assert "compute tpus tpu-vm describe pod --zone z --project p" in done.stderr
+    calls = (idle.base / "gcloud/gcloud.calls").read_text()
+    assert "compute tpus tpu-vm describe pod --zone z --project p" in calls
 
 
 def start_main(words, **environment):
@@ -699,6 +716,21 @@ def test_processes_that_do_not_come_together_say_so_in_time(flags):
         said = process.communicate(timeout=300)[0]
         assert process.returncode == 1 and "Traceback" not in said, said
         assert "did not all meet within" in said
+
+
+def test_a_process_that_finds_no_devices_ends_and_does_not_wait_for_the_others(flags):
+    words = f"--coordinator 127.0.0.1:{free_port()} --num_processes 2 --process_id"
+    words = [*flags(), *words.split()]
+    first = start_main([*words, "0"])
+    try:
+        second = start_main([*words, "1"], JAX_PLATFORMS="quantum")
+        said = second.communicate(timeout=300)[0]
+        assert second.returncode == 2, said
+        assert "error: JAX_PLATFORMS=quantum: jax finds no 'quantum' on this machine" in said
+        assert "Traceback" not in said
+    finally:
+        first.kill()
+        first.communicate()
 
 
 def test_slurm_is_recognised_and_processes_that_differ_are_refused(flags):

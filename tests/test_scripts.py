@@ -323,6 +323,43 @@ def test_every_form_of_cluster_env_works_or_is_refused_before_a_host_is_asked(re
     assert not (repository.root / "asked").exists()
 
 
+# Knows one TPU, whose state and addresses are in variables
+GCLOUD = r"""#!/bin/bash
+echo "$*" >>"$0.calls"
+[[ -z $COMPLAINT ]] || { echo "ERROR: (gcloud.compute.tpus.tpu-vm.describe) $COMPLAINT" >&2; exit 1; }
+case $* in
+  *"(state)") echo "$STATE" ;;
+  *externalIp*) echo "$OUTSIDE" ;;
+  *ipAddress*) echo "$INSIDE" ;;
+esac
+"""
+TPU = {"HOSTS": "", "COORDINATOR": "", "TPU_NAME": "pod", "ZONE": "z", "PROJECT": "p"}
+
+
+# state, complaint, inner address of a TPU, and what is said of it
+TPUS = [
+    ("CREATING", "", "", "its state in ZONE=z of PROJECT=p is CREATING", "wait until it is READY"),
+    ("REPAIRING", "", "10.0.0.2", "is REPAIRING", "wait until it is READY"),
+    ("PREEMPTED", "", "10.0.0.2;10.0.0.3", "is PREEMPTED", "create another"),
+    ("STOPPED", "", ";", "is STOPPED", "start it by gcloud compute tpus tpu-vm start"),
+    ("", "NOT_FOUND: 'nodes/pod' was not found", "", "there is no such TPU in ZONE=z of PROJECT=p"),
+    ("", "PERMISSION_DENIED: on p", "", "gcloud cannot describe it", "PERMISSION_DENIED: on p"),
+    ("READY", "", "", "names no address of its hosts", "though its state is READY"),
+    ("", "", "", "names no address of its hosts"),
+]
+
+
+def test_a_tpu_that_is_not_ready_is_told_by_its_state(repository):
+    program(repository.root / "gcloud", GCLOUD)
+    for state, complaint, inside, *said in TPUS:
+        tpu = TPU | dict(STATE=state, COMPLAINT=complaint, INSIDE=inside)
+        for words in (["--status"], ["--preset", "tiny"]):
+            result = repository.launch(*words, **tpu)
+            assert_one_sentence(result, 1, "TPU_NAME=pod: ", *said)
+            assert not result.stdout
+    assert not (repository.root / "asked").exists()
+
+
 def on_this_host(home, *call, **settings):
     """How a function of tools/cluster/on_host.sh ended, as it runs on a host, whose home is `home`."""
     settings = dict(FOLDER=home, SESSION="s", VENV=".venv", PYTHON="", host="h") | settings

@@ -109,15 +109,42 @@ read_hosts() {
   HOSTS="${hosts[*]}"
 }
 read_hosts
-if [[ -z $HOSTS && -n $TPU_NAME ]]; then
+# describe_tpu FIELD: print a field of the TPU. Without a terminal gcloud asks no question.
+describe_tpu() {
+  gcloud compute tpus tpu-vm describe "$TPU_NAME" ${ZONE:+--zone "$ZONE"} ${PROJECT:+--project "$PROJECT"} \
+    --format="value($1)" </dev/null
+}
+
+# find_tpu: set HOSTS to the addresses of the TPU, or fail with the reason why there are none.
+find_tpu() {
+  local said state advice address where="${ZONE:+ in ZONE=$ZONE}${PROJECT:+ of PROJECT=$PROJECT}"
   type gcloud >/dev/null 2>&1 || die "TPU_NAME=$TPU_NAME: its hosts are found by gcloud, which is not installed; name them in HOSTS."
+  if ! said=$(describe_tpu state 2>&1); then
+    [[ $said != *NOT_FOUND* ]] || die "TPU_NAME=$TPU_NAME: there is no such TPU$where; name another, or create it."
+    said=$(grep -m 1 '^ERROR' <<<"$said" || tail -n 1 <<<"$said")
+    die "TPU_NAME=$TPU_NAME: gcloud cannot describe it$where ($said)."
+  fi
+  state=$(grep -xE '[A-Z_]+' <<<"$said" | tail -n 1) || state='' # beside what gcloud may say on stderr
+  case $state in
+    READY | '') ;;
+    *)
+      case $state in
+        STOPPED | STOPPING) advice="start it by gcloud compute tpus tpu-vm start" ;;
+        PREEMPTED | TERMINATED | DELETING) advice="delete it and create another" ;;
+        *) advice="wait until it is READY" ;;
+      esac
+      die "TPU_NAME=$TPU_NAME: its state$where is $state, so its hosts cannot be used; $advice."
+      ;;
+  esac
   for address in accessConfig.externalIp ipAddress; do
-    HOSTS=$(gcloud compute tpus tpu-vm describe "$TPU_NAME" ${ZONE:+--zone "$ZONE"} ${PROJECT:+--project "$PROJECT"} \
-      --format="value(networkEndpoints[].$address)") ||
-      die "TPU_NAME=$TPU_NAME: gcloud knows no such TPU in ZONE=$ZONE, PROJECT=$PROJECT."
+    HOSTS=$(describe_tpu "networkEndpoints[].$address") || die "TPU_NAME=$TPU_NAME: gcloud failed (see above)."
     read_hosts
-    [[ -z $HOSTS ]] || break
+    [[ -z $HOSTS ]] || return 0
   done
+  die "TPU_NAME=$TPU_NAME: gcloud names no address of its hosts$where${state:+, though its state is $state}; name them in HOSTS."
+}
+if [[ -z $HOSTS && -n $TPU_NAME ]]; then
+  find_tpu
   COORDINATOR=${COORDINATOR:-none}
 fi
 for host in "${hosts[@]}"; do

@@ -286,6 +286,10 @@ SCRIPT
       case $now in
         starting*) ;;
         "ended with status 0"* | running*) echo "$now" && return ;;
+        *"; its log says why"*) # of the log of another host, which the launcher is to hear of first
+          sleep 10
+          die "main.py ${now%.}."
+          ;;
         *) die "main.py ${now%.}." ;;
       esac
     elif [[ -n $begun || -z $there ]]; then
