@@ -188,7 +188,10 @@ class Mixture:
         self.corpora = [Corpus(cfg, corpus_root(cfg, name), folder) for name in names]
         self.folder = ", ".join(corpus.folder for corpus in self.corpora)  # for messages
         self.tokenizer = self.corpora[0].tokenizer  # name or file, "" where nothing names it
-        if len({corpus.manifest.get("tokenizer_sha256") for corpus in self.corpora}) > 1:
+        made = [corpus.manifest for corpus in self.corpora]
+        hashes = {one.get("tokenizer_sha256") for one in made}
+        ends = {manifest.end_of_text(one) for one in made} - {None}
+        if len(hashes) > 1 or len(ends) > 1:
             raise UserError(
                 f"--mix: {self.folder} were made with different tokenizers; tokenize all with the same one."
             )
@@ -230,12 +233,20 @@ class Mixture:
 
     def check_encoding(self, encoding):
         """Raises UserError where the content of a tokenizer, if it is not None, is not that which made all shards."""
+        if not encoding:
+            return
         for corpus in self.corpora:
             made_with = corpus.manifest.get("tokenizer_sha256")
-            if encoding and made_with and made_with != content_sha256(encoding):
+            end = manifest.end_of_text(corpus.manifest)
+            differs = ""
+            if end not in (None, encoding.eot_token):
+                differs = f"their documents begin with token {end}, its end of text is {encoding.eot_token}"
+            if made_with not in (None, content_sha256(encoding)):
+                differs = "tokenizer_sha256 of their manifest is another"
+            if differs:
                 raise UserError(
-                    f"{self.tokenizer}: is not the tokenizer that made the shards in {corpus.folder} (tokenizer_sha256 "
-                    f"of their manifest is another); give that one (--tokenizer), or tokenize the text again."
+                    f"{self.tokenizer}: is not the tokenizer that made the shards in {corpus.folder} ({differs}); give "
+                    f"that one (--tokenizer), or tokenize the text again."
                 )
 
     def epochs(self, n):

@@ -1,8 +1,9 @@
 """The manifest beside shards. All who read one do it here. No jax.
 
-It holds the settings of the program that made them (source, tokenizer, tokenizer_sha256, vocab_size, dtype, ...), the
-sums tokens, documents and bytes (of UTF-8), and for each of the shards its name, tokens, sha256 and crc32: of each
-storage.BLOCK of its bytes, in 8 hexadecimal digits. manifest_sha256 is the hash of all other keys.
+It holds the settings of the program that made them (source, tokenizer, tokenizer_sha256, end_of_text: the id that
+begins a document, vocab_size, dtype, ...), the sums tokens, documents and bytes (of UTF-8), and for each of the shards
+its name, tokens, sha256 and crc32: of each storage.BLOCK of its bytes, in 8 hexadecimal digits. manifest_sha256 is the
+hash of all other keys.
 """
 
 import hashlib
@@ -40,6 +41,16 @@ def check_files(folder, manifest, found):
         raise UserError(
             f"{os.path.join(folder, min(others))} lies beside {path}, whose shards do not list it; move it away."
         )
+
+
+def end_of_text(manifest):
+    """The token id that begins each document; None where nothing tells. Before manifests said it, that of a file of
+    ranks came after the last of them, also where its publisher has another, such as cl100k_base's 100257."""
+    if "end_of_text" in manifest:
+        return manifest["end_of_text"]
+    if manifest.get("tokenizer", "").endswith(".tiktoken") and "vocab_size" in manifest:
+        return manifest["vocab_size"] - 1
+    return None
 
 
 def checksum(manifest):

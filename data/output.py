@@ -98,6 +98,8 @@ class Output:
 
     def check(self, held, name, but=None):
         """Raises UserError where shards were made with other settings than these. but: a setting that may differ."""
+        end = manifest.end_of_text(held)  # which not every manifest names
+        held = held | {"end_of_text": self.settings["end_of_text"] if end is None else end}
         differ = [k for k, v in self.settings.items() if k != but and held.get(k) != v]
         words = [f"{k} was {held.get(k)} and is now {self.settings[k]}" for k in differ]
         if differ == ["source_listing_sha256"]:

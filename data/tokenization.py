@@ -9,6 +9,7 @@ import re
 
 import numpy as np
 
+from data import manifest, published
 from runtime.files import read_file, read_json, write_file
 from runtime.messages import UserError
 
@@ -16,6 +17,10 @@ END_OF_TEXT = "<|endoftext|>"
 # How text is cut before byte pairs are merged, for tokenizers trained here: GPT-2's pattern. (tiktoken writes it with
 # possessive quantifiers, which the training library lacks; they change speed, not the cuts.)
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# A piece of such a text, or a part of one: all that a token trained here can be.
+PART = r"'(?:[sdmt]|ll?|ve?|re?)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+"
+# What patterns in use cut in different places. The space before it is one that some tokenizers add to a text.
+PROBE = " x don't I'LL (self.name) == 1234567;\n\n\t\tif aB == CamelCase:\r\n        return   1\n"
 TOKENIZER_FILES = (".tiktoken", ".json")  # endings of the names of files that hold a tokenizer
 # A letter before a space and a letter: every tiktoken pattern, and ours, ends a word there, so the tokens of the parts
 # of a text that is cut there are those of the whole.
@@ -30,8 +35,8 @@ def whole_characters(text):
 class HubTokenizer:
     """A Hugging Face tokenizer.json with the methods of a `tiktoken.Encoding` that the programs use.
 
-    Text that spells a special token stays text. `eot_token` is the eos_token of the tokenizer_config.json beside it, or
-    <|endoftext|>; `bos_token` its bos_token, or the same. Raises UserError.
+    Text that spells a special token or the end of text stays text. `eot_token` is the eos_token of the
+    tokenizer_config.json beside it, or <|endoftext|>; `bos_token` its bos_token, or the same. Raises UserError.
     """
 
     def __init__(self, path):
@@ -51,18 +56,20 @@ class HubTokenizer:
         ids = self.tokenizer.get_vocab().values()
         self.n_vocab = max(ids, default=-1) + 1
         config = read_json(os.path.dirname(path), "tokenizer_config.json")
-        end = config.get("eos_token") or END_OF_TEXT
-        self.eot_token = self.id_of(end)
-        begin = self.id_of(config.get("bos_token"))
+        self.end = content_of_token(config.get("eos_token") or END_OF_TEXT)
+        self.eot_token = self.id_of(self.end)
+        begin = self.id_of(content_of_token(config.get("bos_token")))
         self.bos_token = self.eot_token if begin is None else begin
         if self.eot_token is None:
             raise UserError(
-                f"--tokenizer {path}: has no token {end}; name its eos_token in the tokenizer_config.json beside it."
+                f"--tokenizer {path}: has no token {self.end}; name its eos_token in the tokenizer_config.json beside "
+                f"it."
             )
+        # whatever the file says of it ("special": false): text that spells it must not split a document
+        self.tokenizer.add_special_tokens([self.end])
 
     def id_of(self, token):
-        """The id of a token as tokenizer_config.json names it, None where there is none."""
-        token = token.get("content") if isinstance(token, dict) else token
+        """The id of a token, None where there is none."""
         return self.tokenizer.token_to_id(token) if isinstance(token, str) else None
 
     def __reduce__(self):
@@ -70,7 +77,19 @@ class HubTokenizer:
         return HubTokenizer, (self.path,)
 
     def encode_ordinary(self, text):
-        return self.tokenizer.encode(whole_characters(text), add_special_tokens=False).ids
+        """Token ids of a text, none of which is the end of text."""
+        ids = self.encode_text(whole_characters(text))
+        if self.eot_token not in ids:
+            return ids
+        # Some vocabularies (Unigram's) have the end among their words. Text that spells it is cut within it.
+        half = len(self.end) // 2
+        middle = f"(?<={re.escape(self.end[:half])})(?={re.escape(self.end[half:])})"
+        parts = map(self.encode_text, re.split(middle, whole_characters(text)))
+        # where it still comes, it is what the tokenizer has for characters that it does not know
+        return [token for ids in parts for token in ids if token != self.eot_token]
+
+    def encode_text(self, text):
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def before_text(self):
         """Token ids that the tokenizer itself puts before every text."""
@@ -81,6 +100,11 @@ class HubTokenizer:
 
     def decode(self, ids):
         return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def content_of_token(token):
+    """The text of a token as tokenizer_config.json names it."""
+    return token.get("content") if isinstance(token, dict) else token
 
 
 def load_tokenizer(name):
@@ -113,7 +137,8 @@ def content_of(path):
 
 
 def load_ranks(path):
-    """The `tiktoken.Encoding` of a file of ranks. Raises UserError."""
+    """The `tiktoken.Encoding` of a file of ranks: a published one, or one that data/train_tokenizer.py wrote. Raises
+    UserError, also where the ranks must come from another program, whose way to cut text is not known."""
     import tiktoken
 
     ranks = {}
@@ -123,17 +148,48 @@ def load_ranks(path):
             token, rank = line.split()
             ranks[base64.b64decode(token)] = int(rank)
         # tiktoken itself panics at others
-        every_byte = all(bytes([b]) in ranks for b in range(256))
-        if not every_byte or sorted(ranks.values()) != list(range(len(ranks))):
-            raise ValueError("not all bytes are in it, or not the ranks 0, 1, 2, ..., each once")
+        if not all(bytes([b]) in ranks for b in range(256)):
+            raise ValueError("not all bytes are in it")
+        # of the ranks, since a copy may have other line ends
+        sha256 = hashlib.sha256(dump_ranks(ranks)).hexdigest()
+        if known := published.arguments(sha256, ranks):
+            return tiktoken.Encoding(**known)
+        if sorted(ranks.values()) != list(range(len(ranks))):
+            raise ValueError("not the ranks 0, 1, 2, ..., each once")
     except ValueError as e:
         raise UserError(f"--tokenizer {path}: not a file of tiktoken ranks ({e}).") from None
+    if foreign := cut_by_pattern(ranks):
+        raise UserError(
+            f"--tokenizer {path}: comes from another program, and ranks do not say where that cuts text "
+            f"(data/train_tokenizer.py makes no token like {foreign[0]!r}, the first of {len(foreign):,}); give the "
+            f"tokenizer.json of its model or, of a published file, a whole copy."
+        )
     return tiktoken.Encoding(
         os.path.basename(path).removesuffix(".tiktoken"),
         pat_str=PATTERN,
         mergeable_ranks=ranks,
         special_tokens={END_OF_TEXT: len(ranks)},
     )
+
+
+def cut_by_pattern(ranks):
+    """The tokens, by rank, that no text cut by `PATTERN` contains. Training with it makes none, and other patterns soon
+    make some: the first one of cl100k_base has rank 280."""
+    from tokenizers import (
+        Regex,
+        pre_tokenizers,
+    )  # the library that trains, so both know the same letters
+
+    cut = pre_tokenizers.Split(Regex(PART), "isolated")
+    found = []
+    for token in sorted(ranks, key=ranks.get):
+        try:
+            text = token.decode()
+        except UnicodeDecodeError:  # a part of a character
+            continue
+        if len(cut.pre_tokenize_str(text)) > 1:
+            found.append(text)
+    return found
 
 
 def dump_ranks(ranks):
@@ -158,7 +214,8 @@ def known(encoding, token):
 
 
 def content_sha256(encoding):
-    """Hash of a tokenizer's file, which a manifest keeps: of its ranks or of the whole tokenizer.json."""
+    """Hash of a tokenizer's file, which a manifest keeps: of its ranks, on which the pattern depends, too, or of the
+    whole tokenizer.json."""
     if isinstance(encoding, HubTokenizer):
         return encoding.sha256
     return hashlib.sha256(dump_ranks(encoding._mergeable_ranks)).hexdigest()
@@ -205,9 +262,12 @@ def meaning(encoding):
     return tokens, list(dict.fromkeys(merged))  # some files list all pairs that make a token
 
 
-def made_shards(encoding, name, sha256):
-    """Whether shards were made with a tokenizer, by `name` and `sha256`, or one whose end of text, tokens but special
-    ones, and order of the merges are the same; None where nothing tells."""
+def made_shards(encoding, name, made):
+    """Whether shards with the manifest `made` were made with a tokenizer, or with another, `name`, that has the same
+    end of text, tokens but special ones, order of the merges and cuts; None where nothing tells."""
+    sha256 = made.get("tokenizer_sha256")
+    if manifest.end_of_text(made) not in (None, encoding.eot_token):
+        return False
     if sha256 == content_sha256(encoding):
         return True
     if sha256 and not name.endswith(".json") and not isinstance(encoding, HubTokenizer):
@@ -219,7 +279,8 @@ def made_shards(encoding, name, sha256):
     except UserError:  # shards that were copied without it, or no network
         return None
     end, its_end = (tokens_of(one).get(other.eot_token) for one in (encoding, other))
-    return end == its_end and meaning(encoding) == meaning(other)
+    same_tokens = end == its_end and meaning(encoding) == meaning(other)
+    return same_tokens and encoding.encode_ordinary(PROBE) == other.encode_ordinary(PROBE)
 
 
 def shards_tokenizer(root, manifest, flag=""):

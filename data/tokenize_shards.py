@@ -98,6 +98,7 @@ def settings_of(args, source, encoding):
         "source": where,
         **source.identity,
         "tokenizer_sha256": content_sha256(encoding),
+        "end_of_text": encoding.eot_token,
         "vocab_size": encoding.n_vocab,
         "shard_tokens": args.shard_tokens,
         "val_fraction": args.val_fraction,

@@ -97,9 +97,7 @@ def check_tokenizer(where, folder, shards, flag=""):
     unknown = []
     for root, there, manifest in shards:
         made_with = tokenization.shards_tokenizer(root, manifest, flag)
-        same, sha256 = None, manifest.get("tokenizer_sha256")
-        if encoding:
-            same = tokenization.made_shards(encoding, made_with, sha256)
+        same = tokenization.made_shards(encoding, made_with, manifest) if encoding else None
         if same is None:
             unknown.append(there)
         elif not same:

@@ -57,7 +57,7 @@ import model
 import presets
 import utils
 from architectures import flags_without_choice, parameters
-from data import manifest, storage, tokenization
+from data import manifest, published, storage, tokenization
 from runtime import messages, parser
 from training import settings, steps
 from training.optimizer import make_optimizer
@@ -359,9 +359,15 @@ def made_ranks(n):
     return {bytes(token): rank for rank, token in enumerate(itertools.islice(tokens, n))}
 
 
+@functools.cache
+def hash_of_made_ranks(n):
+    return hashlib.sha256(tokenization.dump_ranks(made_ranks(n))).hexdigest()
+
+
 @pytest.fixture
 def named_tokenizers(monkeypatch):
-    """tiktoken's gpt2 and cl100k_base with made ranks: their patterns, special tokens and sizes, and no download.
+    """tiktoken's gpt2 and cl100k_base with made ranks: their patterns, special tokens and sizes, and no download. Files
+    of these ranks are known as the published ones.
 
     Where the environment names a TIKTOKEN_CACHE_DIR, the ranks in that folder serve.
     """
@@ -371,6 +377,8 @@ def named_tokenizers(monkeypatch):
     for name, n in loaders.items():
         monkeypatch.setattr(openai_public, name, lambda *_, n=n, **__: made_ranks(n))
     monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})  # those made before
+    files = {hash_of_made_ranks(50_256): "r50k_base", hash_of_made_ranks(100_256): "cl100k_base"}
+    monkeypatch.setattr(published, "TIKTOKEN", files)
 
 
 class Faulty(BaseHTTPRequestHandler):

@@ -19,12 +19,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import in_session, wait_for
+from conftest import BYTE_RANKS, ROOT, in_session, refusal, wait_for
+from tiktoken_ext import openai_public
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import data.encoding
 import data.output
 import data.workers
-from data import splits, tokenization, tokenize_shards, train_tokenizer
+from data import manifest, published, splits, tokenization, tokenize_shards, train_tokenizer
 from data.command_line import Source as Options
 from data.sources import files as source_files
 from data.sources import text as source_text
@@ -301,6 +303,18 @@ def test_texts_are_cut_where_no_token_changes(ranks_file, named_tokenizers):
         assert len(parts) > 50 and sum(parts, []) == encoding.encode_ordinary(text)
 
 
+def test_shards_of_before_manifests_named_the_end_of_text_are_there(tokenize, tmp_path):
+    write(tmp_path / "in.jsonl", some_texts(40))
+    assert tokenize("in.jsonl")[0] == 0
+    for made, split in zip(manifests(tmp_path / "out"), splits.SPLITS):
+        assert made.pop("end_of_text") == 320
+        (tmp_path / "out" / split / manifest.NAME).write_text(manifest.dump(made))
+    status, out, _ = tokenize("in.jsonl")
+    assert status == 0 and "nothing to do" in out
+    (tmp_path / "out/train" / manifest.NAME).write_text(manifest.dump(made | {"end_of_text": 7}))
+    refused(tokenize("in.jsonl"), "end_of_text was 7 and is now 320")
+
+
 # --- Killed, and what others made -------------------------------------------------------------------------------
 
 CASES = [  # (kind of source, texts, flags)
@@ -565,6 +579,123 @@ def test_tiktoken_encodes_as_the_training_library(tmp_path, monkeypatch):
     encoding = tokenization.load_tokenizer(str(tmp_path / "x.tiktoken"))
     for text in [*texts, *filter(None, HOSTILE)]:
         assert trained.encode(text).ids == encoding.encode_ordinary(text)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "cl100k_base"])
+def test_a_published_file_of_ranks_is_read_as_its_name_says(name, tmp_path, named_tokenizers):
+    """Its pattern and its end of text, however its lines end."""
+    encoding = tokenization.load_tokenizer(name)
+    path = tmp_path / "some.tiktoken"
+    content = tokenization.dump_ranks(encoding._mergeable_ranks)
+    for held in (content, content.replace(b"\n", b"\r\n")):
+        path.write_bytes(held)
+        of_file = tokenization.load_tokenizer(str(path))
+        assert (of_file.eot_token, of_file.n_vocab) == (encoding.eot_token, encoding.n_vocab)
+        assert tokenization.content_sha256(of_file) == tokenization.content_sha256(encoding)
+        for text in (tokenization.PROBE, (ROOT / "model.py").read_text(), *filter(None, HOSTILE)):
+            assert of_file.encode_ordinary(text) == encoding.encode_ordinary(text)
+
+
+def test_the_hashes_of_tiktokens_files_are_those_of_its_package(monkeypatch):
+    wanted = []
+    load = "load_tiktoken_bpe"
+    monkeypatch.setattr(openai_public, load, lambda _, expected_hash: wanted.append(expected_hash))
+    for sha256, name in published.TIKTOKEN.items():
+        openai_public.ENCODING_CONSTRUCTORS[name]()
+        assert wanted.pop() == sha256
+        ranks = {bytes([0]): 0}
+        assert published.arguments(sha256, ranks)["mergeable_ranks"] == ranks and not wanted
+    assert published.arguments("0" * 64, {}) is None
+
+
+def test_qwens_ranks_have_its_pattern_and_special_tokens(tmp_path, monkeypatch):
+    path = tmp_path / "x.tiktoken"
+    path.write_bytes(tokenization.dump_ranks(BYTE_RANKS | {b"12": 256, b"(s": 257}))
+    refusal(lambda: tokenization.load_tokenizer(str(path)), "comes from another program", "'(s'")
+    monkeypatch.setattr(published, "QWEN", hashlib.sha256(path.read_bytes()).hexdigest())
+    qwen = tokenization.load_tokenizer(str(path))
+    assert (qwen.eot_token, qwen.n_vocab) == (258, 258 + 208)
+    assert qwen.encode_ordinary("12(s") == [*b"12", 257]  # it cuts digits apart
+
+
+def trained_with(pattern, texts):
+    """The content of a file of ranks that another program trained with a pattern of its own."""
+    tokenizer = Tokenizer(models.BPE())
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenization.dump_ranks(train_tokenizer.to_ranks(tokenizer))
+
+
+def test_ranks_of_another_pattern_are_refused_and_our_own_need_no_mark(tmp_path):
+    texts = [document.read_text(errors="replace") for document in ROOT.glob("data/*.py")]
+    texts += ["I'll, we've, they're don't: 'r 'l 'v\n\n \t x  y"] * 99 + list(filter(None, HOSTILE))
+    path = tmp_path / "x.tiktoken"
+    path.write_bytes(trained_with(published.QWEN_PATTERN, texts))
+    said = f"--tokenizer {path}: comes from another program, and ranks do not say where that cuts"
+    refusal(lambda: tokenization.load_tokenizer(str(path)), said, "tokenizer.json")
+    path.write_bytes(trained_with(tokenization.PATTERN, texts))
+    encoding = tokenization.load_tokenizer(str(path))
+    assert (encoding.n_vocab, encoding.eot_token) == (601, 600)
+
+
+def hub_tokenizer(folder, model, end, special=(), **parts):
+    """The path of a tokenizer.json with this model and end of text; parts: of a tokenizers.Tokenizer."""
+    tokenizer = Tokenizer(model)
+    tokenizer.add_tokens([AddedToken(token, special=False) for token in special])
+    for name, part in parts.items():
+        setattr(tokenizer, name, part)
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+    return folder / "tokenizer.json"
+
+
+def letters(*more):
+    """{token: id} of the tokens `more`, then all bytes as ByteLevel spells them."""
+    return {
+        token: i for i, token in enumerate([*more, *sorted(pre_tokenizers.ByteLevel.alphabet())])
+    }
+
+
+def byte_level(folder, end, vocabulary, special=(), **how):
+    parts = dict(
+        pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoder=decoders.ByteLevel(),
+    )
+    return hub_tokenizer(folder, models.BPE(vocabulary, [], **how), end, special, **parts)
+
+
+@pytest.mark.parametrize("kind", ["added", "a word", "a piece", "unknown"])
+def test_text_that_spells_the_end_of_text_stays_text(tokenize, tmp_path, kind):
+    """Where it is an added token that is not special, where the vocabulary itself holds it, and where it is what
+    unknown characters become: only documents begin with it."""
+    folder, end = tmp_path / "tokenizer", "</s>"
+    if kind == "added":
+        path = byte_level(folder, end, letters(), special=[end])
+    elif kind == "a word":
+        path = hub_tokenizer(folder, models.WordLevel({end: 0, "a": 1, "?": 2}, unk_token="?"), end)
+    elif kind == "a piece":
+        pieces = [("<unk>", 0.0), (end, 0.0), *((letter, -3.0) for letter in "a b</s>")]
+        path = hub_tokenizer(folder, models.Unigram(pieces, unk_id=0), end, decoder=decoders.Fuse())
+    else:
+        known = letters(end)
+        del known["b"]
+        path = byte_level(folder, end, known, unk_token=end)
+    encoding = tokenization.load_tokenizer(str(path))
+    texts = [f"a {end} b{end}{end}", end, f"{end} a", "a b"]
+    for text in texts:
+        ids = encoding.encode_ordinary(text)
+        assert encoding.eot_token not in ids
+        assert kind in ("a word", "unknown") or encoding.decode(ids) == text
+    write(tmp_path / "in.jsonl", texts)
+    flags = ["--tokenizer", path, "--val_fraction", 0]
+    assert tokenize("in.jsonl", "out", *flags)[0] == 0
+    ids = np.load(tmp_path / "out/train/000000.npy")
+    assert (ids == encoding.eot_token).sum() == len(texts)
 
 
 # --- Errors -----------------------------------------------------------------------------------------------------

@@ -434,6 +434,25 @@ def test_a_tokenizers_content_is_compared_with_the_manifest(described, tmp_path,
     refusal(lambda: encoding_of(open_described(described, **flags)), said)
 
 
+def test_the_end_of_text_is_compared_with_the_manifest(corpora):
+    """Of corpora that are mixed, and of the tokenizer: two manifests may have the same hash of ranks, or of a
+    tokenizer.json beside which another eos_token is named."""
+    made = with_ranks(corpora) | {"tokenizer": "small"}
+    for name in "ab":
+        describe(corpora / name, **made)
+    flags = dict(mix="a:1,b:1", vocab_size=259, tokenizer=str(corpora / "tokenizer.tiktoken"))
+    assert encoding_of(open_described(corpora, **flags)).eot_token == 258
+    describe(corpora / "b", **made, end_of_text=258)
+    assert encoding_of(open_described(corpora, **flags))
+    for other in (dict(end_of_text=257), dict(tokenizer="x.tiktoken", vocab_size=258)):
+        describe(corpora / "b", **made | other)
+        said = "b/train (their documents begin with token 257, its end of text is 258)"
+        refusal(lambda: encoding_of(open_described(corpora, **flags)), said)
+        describe(corpora / "a", **made, end_of_text=258)
+        refusal(lambda: open_described(corpora, **flags), "made with different tokenizers")
+        describe(corpora / "a", **made)
+
+
 @pytest.mark.parametrize(
     "lines", [[b"YQ== 0", b"Yg== 0"], [b"YQ== -1"], [b"YQ== 99999999999999999999"], []]
 )

@@ -276,6 +276,29 @@ def test_a_tokenizer_is_known_by_its_merges_and_by_its_name(tmp_path, named_toke
     refusal(lambda: check(path.parent, shards), "than the weights (gpt2)")
 
 
+def test_a_tokenizer_is_known_by_its_pattern_and_its_end_of_text(tmp_path, named_tokenizers):
+    """Shards that an earlier version made with a published file of ranks, which it cut as GPT-2 does: their manifest
+    has the hash of that file, and no end of text but by the number of ranks."""
+    cl100k = tokenization.load_tokenizer("cl100k_base")._mergeable_ranks
+    shards = shards_of(tmp_path / "file", cl100k, ".tiktoken")
+    manifest = shards[0][2]
+    of_name = write_model(tmp_path / "model", BYTE_RANKS, ".tiktoken").parent
+    (of_name / "config.json").write_text(json.dumps(dict(encoding="cl100k_base")))
+    of_json = write_model(tmp_path / "json", cl100k, ".json").parent
+    for model in (of_name, of_json):
+        assert not check(model, shards)
+        manifest["vocab_size"] = 100_257
+        refusal(lambda: check(model, shards), "another tokenizer")
+        manifest["end_of_text"] = 100_257
+        assert not check(model, shards)
+        del manifest["end_of_text"], manifest["vocab_size"]
+    path = of_json / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    tokenizer["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = tokenization.PATTERN
+    path.write_text(json.dumps(tokenizer))
+    refusal(lambda: check(of_json, shards), "another tokenizer")
+
+
 def test_weights_are_refused_shards_of_another_tokenizer(run, shards, tmp_path, capsys):
     """To be measured by, and to train on."""
     other = tmp_path / "other"
