@@ -67,7 +67,9 @@ class Corpus:
         self.vocab_size = cfg.model.vocab_size
         self.folder = os.path.join(root, folder)
         self.manifest = made = manifest.read(self.folder)
-        self.bytes_per_token = made["bytes"] / made["tokens"] if made else None  # of UTF-8
+        # of UTF-8; bytes that the tokens do not hold would count, too
+        counted = made and not manifest.is_lossy(made)
+        self.bytes_per_token = made["bytes"] / made["tokens"] if counted else None
         self.tokenizer = shards_tokenizer(root, made, cfg.data.tokenizer)
         warning = f"{self.folder} has no {manifest.NAME}, so its shards are not verified"
         self.unverified = "" if made else warning

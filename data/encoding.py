@@ -1,5 +1,6 @@
 """From documents to token ids and counts: what the workers of tokenize_shards.py do."""
 
+import unicodedata
 from collections import Counter
 from typing import NamedTuple
 
@@ -8,11 +9,13 @@ import numpy as np
 from data.sources.base import many, skipped
 from data.sources.text import read_text
 from data.splits import divide, hash_of
-from data.tokenization import CUT
+from data.tokenization import CUT, HubTokenizer, whole_characters
 from runtime.messages import UserError
 
 COUNTS = """documents bytes empty_documents replaced_documents replaced_characters damaged_files damaged_records
-duplicate_documents""".split()
+duplicate_documents sampled_characters lost_characters lost_whitespace""".split()
+# The first SAMPLED of every EVERY characters are decoded again: some of each document, at little cost.
+SAMPLED, EVERY = 256, 4096
 
 
 def encode_text(text, encoding):
@@ -29,6 +32,25 @@ def encode_text(text, encoding):
         half = cut.end() if cut else len(text) // 2
         parts = [encode_text(part, encoding) for part in (text[:half], text[half:])]
         return np.concatenate(parts)
+
+
+def count_lost(text, encoding):
+    """A Counter of characters of a sample of `text`: how many there are, and how many are lost, whitespace apart, when
+    their tokens are decoded again. What Unicode calls compatible (NFKC) is the same here, and so is what a tokenizer
+    adds, such as a first space; "a" in place of "A" is a loss."""
+    if not isinstance(encoding, HubTokenizer):  # tiktoken's have a token for every byte
+        return Counter()
+    text = whole_characters(text)
+    sample = "".join(text[start : start + SAMPLED] for start in range(0, len(text), EVERY))
+    # without special tokens: one of them may be the name of what is not known, such as [UNK]
+    decoded = encoding.tokenizer.decode(encoding.encode_ordinary(sample))
+    before, after = (Counter(unicodedata.normalize("NFKC", x).strip()) for x in (sample, decoded))
+    lost = (before - after).items()
+    return Counter(
+        sampled_characters=before.total(),
+        lost_characters=sum(n for character, n in lost if not character.isspace()),
+        lost_whitespace=sum(n for character, n in lost if character.isspace()),
+    )
 
 
 class Encoded(NamedTuple):
@@ -60,6 +82,7 @@ def encode_document(encoding, dtype, skip, val_fraction, validation, document):
             whole = np.insert(encode_text(part, encoding), 0, encoding.eot_token)
             ids[k] = whole.astype(dtype)
             counts[k].update(documents=1, bytes=len(part.encode()))
+            counts[k].update(count_lost(part, encoding))
     home = counts[1] if parts[1] and not parts[0] else counts[0]  # train, where it is empty
     if not text:
         home["empty_documents"] = 1

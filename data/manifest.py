@@ -16,6 +16,7 @@ from runtime.messages import UserError
 NAME = "manifest.json"
 CHECKSUM = "manifest_sha256"  # the key of the hash of all other keys
 HEADER = 128  # bytes that numpy.save writes before a row of numbers
+MOST_LOST = 0.01  # share of a text's characters
 ADVICE = "restore it, or delete the folder and tokenize the text again"
 
 
@@ -41,6 +42,11 @@ def check_files(folder, manifest, found):
         raise UserError(
             f"{os.path.join(folder, min(others))} lies beside {path}, whose shards do not list it; move it away."
         )
+
+
+def is_lossy(counts):
+    """Whether a tokenizer loses more than MOST_LOST of the text, by the counts of a manifest."""
+    return counts.get("lost_characters", 0) > MOST_LOST * counts.get("sampled_characters", 0)
 
 
 def end_of_text(manifest):

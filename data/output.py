@@ -182,7 +182,7 @@ class Output:
         for split, writer in self.writers.items():
             so_far = held["splits"][split]
             writer.shards = so_far["shards"]
-            writer.totals.update({key: so_far[key] for key in COUNTS})
+            writer.totals.update({key: so_far.get(key, 0) for key in COUNTS})
             writer.add(held[split])
 
     def add(self, batch, position):
@@ -206,6 +206,10 @@ class Output:
         if filled and self.unsaved >= 2 * (len(self.seen) - SMALL):
             self.save_progress(position)
             self.unsaved = 0
+
+    def totals(self):
+        """Counter of the COUNTS of all splits."""
+        return sum((writer.totals for writer in self.writers.values()), Counter())
 
     def check_shards(self, split, begun):
         """Raises UserError where the shards of a split are not those that its writer knows."""

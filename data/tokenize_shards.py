@@ -15,7 +15,6 @@ import functools
 import os
 import sys
 import time
-from collections import Counter
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from tqdm import tqdm
 
 from data.command_line import VAL_FRACTION, Source, no_text, run
 from data.encoding import encode_document
+from data.manifest import MOST_LOST, is_lossy
 from data.output import Output
 from data.sources.base import many, warn
 from data.sources.kinds import open_source
@@ -36,6 +36,8 @@ from runtime.messages import UserError, say
 from runtime.parser import flag
 from utils import read_flags
 
+EARLY = 100_000  # characters of a sample that show, before the end, that a tokenizer loses text
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Source):
@@ -46,6 +48,8 @@ class Options(Source):
     tokenizer: str = flag(MISSING, path=True)
     """tiktoken's name of an encoding (gpt2, cl100k_base, ...), a .tiktoken file of ranks or a Hugging Face
     tokenizer.json; files are copied to OUTPUT."""
+    lossy: bool = False
+    """Accept a tokenizer that loses more than 1% of the text, as one does that has no tokens for its letters."""
     shard_tokens: int = flag(100_000_000, least=1)
     """Tokens per shard; memory holds three of them."""
     val_fraction: float = flag(VAL_FRACTION, below=1)
@@ -115,7 +119,8 @@ def write(args, source, output, encoding):
         share = f"{100 * args.val_fraction:g}%"
         say(f"{args.output}: too few documents to hold some out: val is the last {share} of each")
     fill(args, source, output, encoding)
-    totals = sum((writer.totals for writer in output.writers.values()), Counter())
+    totals = output.totals()
+    check_lost(args, totals)
     damaged = ""
     if totals["damaged_files"] + totals["damaged_records"]:
         files = many(totals["damaged_files"], "damaged file")
@@ -133,6 +138,8 @@ def write(args, source, output, encoding):
     if n := totals["replaced_characters"]:
         documents = many(totals["replaced_documents"], "document")
         warn("total", f"{many(n, 'character')} of {documents} became U+FFFD, not being UTF-8")
+    if totals["lost_characters"] + totals["lost_whitespace"]:
+        warn("total", lost_in_words(args, totals))
     if damaged:
         warn("total", f"{damaged}; of a file, what comes before the damage is there")
     summaries = []
@@ -143,6 +150,27 @@ def write(args, source, output, encoding):
         how = "left out" if args.drop_duplicates else "kept (--drop_duplicates leaves them out)"
         summaries.append(f"{many(n, 'exact duplicate')} {how}")
     return ", ".join(summaries)
+
+
+def lost_in_words(args, totals):
+    """What --tokenizer loses of the text, by the totals of the COUNTS."""
+    sampled = totals["sampled_characters"]
+    lost = []
+    for kind, what in (("lost_characters", ""), ("lost_whitespace", " of whitespace")):
+        if n := totals[kind]:
+            lost.append(f"{n:,}{what} ({n / sampled:.2%})")
+    sample = f"of a sample of {many(sampled, 'character')}, {' and '.join(lost)} are lost"
+    return f"--tokenizer {args.tokenizer}: {sample} when its tokens are decoded"
+
+
+def check_lost(args, totals, least=0):
+    """Raises UserError where a sample of at least so many characters shows that --tokenizer loses too much text."""
+    if args.lossy or totals["sampled_characters"] < least or not is_lossy(totals):
+        return
+    raise UserError(
+        f"{lost_in_words(args, totals)}; give a tokenizer that knows this text or, to accept a loss of more than "
+        f"{MOST_LOST:.0%}, data/tokenize_shards.py --lossy."
+    )
 
 
 def fill(args, source, output, encoding):
@@ -160,6 +188,7 @@ def fill(args, source, output, encoding):
                 if document.warning:
                     warn(*document.warning)
             output.add(batch, position)
+            check_lost(args, output.totals(), EARLY)
             bar.set_postfix_str(f"{position['documents']:,} documents", refresh=False)
             bar.update(position["done"] - bar.n)
 

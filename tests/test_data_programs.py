@@ -11,7 +11,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import unicodedata
 import zlib
+from collections import Counter
 from functools import partial
 
 import fsspec
@@ -21,7 +23,16 @@ import pyarrow.parquet as pq
 import pytest
 from conftest import BYTE_RANKS, ROOT, in_session, refusal, wait_for
 from tiktoken_ext import openai_public
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 
 import data.encoding
 import data.output
@@ -693,9 +704,78 @@ def test_text_that_spells_the_end_of_text_stays_text(tokenize, tmp_path, kind):
         assert kind in ("a word", "unknown") or encoding.decode(ids) == text
     write(tmp_path / "in.jsonl", texts)
     flags = ["--tokenizer", path, "--val_fraction", 0]
-    assert tokenize("in.jsonl", "out", *flags)[0] == 0
+    assert tokenize("in.jsonl", "out", *flags, "--lossy")[0] == 0
     ids = np.load(tmp_path / "out/train/000000.npy")
     assert (ids == encoding.eot_token).sum() == len(texts)
+
+
+RUSSIAN = "Съешь же ещё этих мягких французских булок, да выпей чаю. "
+ENGLISH = "the quick brown fox, jumps over: lazy dogs. "
+FEW_LETTERS = {letter: i for i, letter in enumerate(["</s>", "[UNK]", *sorted(set(ENGLISH))])}
+
+
+def knows_english(folder, **how):
+    """A tokenizer.json without the letters of other languages."""
+    return hub_tokenizer(
+        folder, models.BPE(FEW_LETTERS, [], **how), "</s>", decoder=decoders.Fuse()
+    )
+
+
+@pytest.mark.parametrize("unknown", [None, "[UNK]", "</s>"])
+def test_a_tokenizer_that_loses_text_is_refused(tokenize, tmp_path, monkeypatch, unknown):
+    """Above 1%, unless that is accepted, which resumes; below it is counted and said."""
+    path = knows_english(tmp_path / "tokenizer", unk_token=unknown, fuse_unk=True)
+    flags = ["--tokenizer", path, "--val_fraction", 0]
+    write(tmp_path / "ru.jsonl", [RUSSIAN * 40] * 9)
+    counted = f"--tokenizer {path}: of a sample of 2,304 characters, 1,"
+    refused(tokenize("ru.jsonl", "ru", *flags), counted, "are lost", "--lossy")
+    assert not (tmp_path / "ru/train/manifest.json").exists()
+    status, _, err = tokenize("ru.jsonl", "ru", *flags, "--lossy")
+    assert status == 0 and f"warning: {counted}" in err
+    made = json.loads((tmp_path / "ru/train/manifest.json").read_text())
+    assert made["sampled_characters"] == 2304 and 1800 < made["lost_characters"] < 2000
+    write(tmp_path / "en.jsonl", [ENGLISH * 9, "é" + ENGLISH * 9])
+    status, _, err = tokenize("en.jsonl", "en", *flags)
+    assert status == 0 and "of a sample of 512 characters, 1 (0.20%) are lost" in err
+    monkeypatch.setattr(tokenize_shards, "EARLY", 1000)  # 4 documents, of 3 a batch
+    write(tmp_path / "begins.jsonl", [RUSSIAN * 40] * 9 + [ENGLISH] * 10_000)
+    refused(tokenize("begins.jsonl", "begins", *flags), "of a sample of 1,536 characters, 1,")
+
+
+NORMALIZERS = {
+    "NFC": normalizers.NFC(),
+    "NFKD": normalizers.NFKD(),
+    "strip": normalizers.Strip(),
+    "prefix": normalizers.Prepend("x"),
+    "lowercase": normalizers.Lowercase(),
+    "accents": normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()]),
+}
+
+
+@pytest.mark.parametrize("name", NORMALIZERS)
+def test_what_a_normalizer_changes_is_lost_where_it_cannot_be_read_back(tmp_path, name):
+    path = byte_level(tmp_path / "t", "</s>", letters("</s>"))
+    plain = tokenization.load_tokenizer(str(path))
+    text = "  Ein e\u0301te\u0301, ﬁve; ½ …\r\n\tx\n"
+    wanted = Counter(sampled_characters=len(unicodedata.normalize("NFKC", text).strip()))
+    assert +data.encoding.count_lost(text, plain) == wanted
+    plain.tokenizer.normalizer = NORMALIZERS[name]
+    lost = dict(lowercase=1, accents=2).get(name, 0)
+    assert +data.encoding.count_lost(text, plain) == wanted + Counter(lost_characters=lost)
+
+
+def test_spaces_that_a_tokenizer_makes_alike_are_no_lost_text(tmp_path):
+    """Metaspace writes one before the text; what it cuts at is whitespace of any kind, which is counted apart."""
+    vocabulary = {letter: i for i, letter in enumerate(["</s>", *"▁abc"])}
+    parts = dict(decoder=decoders.Metaspace(), pre_tokenizer=pre_tokenizers.Metaspace())
+    path = hub_tokenizer(tmp_path / "a", models.BPE(vocabulary, []), "</s>", **parts)
+    kept = data.encoding.count_lost("a b  c", tokenization.load_tokenizer(str(path)))
+    assert +kept == Counter(sampled_characters=6)
+    cuts = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]
+    parts["pre_tokenizer"] = pre_tokenizers.Sequence(cuts)
+    path = hub_tokenizer(tmp_path / "b", models.BPE(vocabulary, []), "</s>", **parts)
+    cut = data.encoding.count_lost("a b\nc\n  a", tokenization.load_tokenizer(str(path)))
+    assert +cut == Counter(sampled_characters=9, lost_whitespace=2)
 
 
 # --- Errors -----------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections import deque
+from collections import Counter, deque
 
 import jax
 import numpy as np
@@ -213,6 +213,23 @@ def test_text_measures_as_a_plain_loop_says(run, logits_of, tmp_path, stride):
     (tmp_path / "b.txt").write_text(texts[1])
     (got,) = measured(run, data=(str(tmp_path / "b.txt"),), limit=1)["data"]
     assert got["tokens"] == 32 and got["sequences"] == 1 and got["loss_error"] is None
+
+
+def test_text_that_a_tokenizer_loses_has_no_bits_per_byte(
+    run, shards, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "a.txt").write_text("some text")
+    for lost, wanted in ((1, True), (2, False)):
+        counts = dict(sampled_characters=100, lost_characters=lost)
+        monkeypatch.setattr(evaluate, "count_lost", lambda *_: Counter(counts))
+        (got,) = measured(run, data=(str(tmp_path / "a.txt"),))["data"]
+        said = f"warning: --data {tmp_path}/a.txt: the tokenizer loses 2.0% of its text"
+        assert (got["bits_per_byte"] is not None) == wanted == (said not in capsys.readouterr().err)
+    folder = tmp_path / "shards"
+    shutil.copytree(shards, folder)
+    describe(folder, tokenizer="tokenizer.tiktoken", tokenizer_sha256="", vocab_size=257, **counts)
+    (got,) = measured(run, data=(str(folder),), limit=4)["data"]
+    assert got["bits_per_byte"] is None and "loses 2.0% of its text" in capsys.readouterr().err
 
 
 def write_model(folder, ranks, ending):

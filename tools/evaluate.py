@@ -13,6 +13,7 @@ import functools
 import math
 import os
 import sys
+from collections import Counter
 from importlib.metadata import version
 
 import utils
@@ -30,7 +31,7 @@ from tqdm import tqdm
 
 from data import manifest
 from data.command_line import Source
-from data.encoding import encode_text
+from data.encoding import count_lost, encode_text
 from data.sources.base import ADVICE
 from data.sources.kinds import find, open_source
 from data.sources.text import read_text
@@ -82,6 +83,13 @@ def text_pieces(documents, encoding, T, stride, limit, sizes):
             left -= 1
 
 
+def counted(documents, encoding, counts):
+    """The documents, of each of which `count_lost` is added to `counts`."""
+    for text in documents:
+        counts.update(count_lost(text, encoding))
+        yield text
+
+
 def evaluate(options, path, cfg, encoding, score):
     """{"data", "sequences", "loss", ...: numbers} of one --data; "loss_error": standard error, None of one cluster."""
     T = options.T or cfg.model.T
@@ -91,12 +99,14 @@ def evaluate(options, path, cfg, encoding, score):
     limit = options.limit or sys.maxsize
     sizes = []
     total = None
+    counts = Counter()  # of what the tokenizer loses
     corpus = open_shards(options, utils.replace(cfg, T=T), path)
     if corpus:  # in the order of main.py's validation
+        counts = corpus.manifest
         total = min(corpus.n_sequences, limit)
         sequences = (Piece(corpus.sequences([i], seed=0)[0], 0, i) for i in range(total))
     elif encoding:
-        documents = texts(path, options.text_column)
+        documents = counted(texts(path, options.text_column), encoding, counts)
         sequences = text_pieces(documents, encoding, T, stride, limit, sizes)
     else:
         raise UserError(f"--data {path}: text needs a tokenizer, and {options.model} has none.")
@@ -109,7 +119,12 @@ def evaluate(options, path, cfg, encoding, score):
     loss, error = mean(sums, tokens)
     perplexity = math.exp(loss)
     bits = bits_error = None
-    if not corpus or corpus.bytes_per_token:
+    if manifest.is_lossy(counts):
+        share = counts["lost_characters"] / counts["sampled_characters"]
+        warn(
+            f"--data {path}: the tokenizer loses {share:.1%} of its text, so it has no bits per byte"
+        )
+    elif not corpus or corpus.bytes_per_token:
         n_bytes = tokens * corpus.bytes_per_token if corpus else np.array(sizes)
         bits, bits_error = mean(sums / math.log(2), n_bytes)
     return dict(
