@@ -73,10 +73,6 @@ class Corpus:
         self.tokenizer = shards_tokenizer(root, made, cfg.data.tokenizer)
         warning = f"{self.folder} has no {manifest.NAME}, so its shards are not verified"
         self.unverified = "" if made else warning
-        if made.get("vocab_size", 0) > self.vocab_size:
-            raise UserError(
-                f"--vocab_size {self.vocab_size}: the shards in {self.folder} need {made['vocab_size']}; give that."
-            )
         found = list_shards(self.folder)
         if made:
             manifest.check_files(self.folder, made, found)

@@ -145,7 +145,8 @@ class Shard:
         top = int(ids.view(unsigned).max(initial=0))
         if top >= vocab_size:
             raise UserError(
-                f"--vocab_size {vocab_size}: {self.path} holds token id {top}; give more, or other shards."
+                f"--data: {self.path} holds token id {top}, beyond the model's vocabulary (--vocab_size {vocab_size}); "
+                f"give other shards or, to a model that is not trained yet, a larger vocabulary."
             )
         return ids
 

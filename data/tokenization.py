@@ -203,6 +203,17 @@ def text_of(encoding, ids):
     return encoding.decode([t for t in ids if known(encoding, t)])
 
 
+def check_ids(encoding, ids, vocab_size, where):
+    """Raises UserError, which begins with `where`, for a token id that a model of this vocabulary does not know: a
+    tokenizer may have more tokens."""
+    top = int(max(ids, default=0))
+    if top >= vocab_size:
+        raise UserError(
+            f"{where} has token {text_of(encoding, [top])!r}, whose id {top} is beyond the model's vocabulary of "
+            f"{vocab_size}; leave it out."
+        )
+
+
 @functools.cache
 def known(encoding, token):
     """Whether the tokenizer has this token id; a tiktoken vocabulary may have gaps."""

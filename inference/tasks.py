@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 import utils
 from data.encoding import encode_text
-from data.tokenization import HubTokenizer, special_tokens, text_of, whole_characters
+from data.tokenization import HubTokenizer, check_ids, special_tokens, text_of, whole_characters
 from inference import decoding
 from inference.scores import Piece, length_for, make_scorer
 from runtime.messages import UserError, first_line, nearest, say
@@ -59,6 +59,7 @@ class TaskModel(TemplateLM):
         super().__init__()
         self.encoding, self.T, self.alive = encoding, T, alive
         self.ends = {encoding.eot_token, *ends}
+        self.vocab_size = cfg.model.vocab_size
         self.before = []  # token ids before every context
         if start == "end_of_text":
             self.before = [encoding.eot_token]
@@ -78,6 +79,10 @@ class TaskModel(TemplateLM):
         before = [] if add_special_tokens is False else self.before
         return [*before, *encode_text(whole_characters(string), self.encoding).tolist()]
 
+    def check(self, ids):
+        """Raises UserError for a token of a question that the model does not know."""
+        check_ids(self.encoding, ids, self.vocab_size, "a question of the tasks")
+
     def loglikelihood(self, requests, disable_tqdm=True):
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
 
@@ -93,6 +98,7 @@ class TaskModel(TemplateLM):
         """(log-likelihood, whether greedy decoding draws it) of each of the `pairs` (context, continuation) of ids."""
         found = []
         for unit, pair in enumerate(pairs):
+            self.check(itertools.chain(*pair))
             for context, continuation in self.windows(*pair):
                 ids = np.array([*context, *continuation])[-self.T - 1 :]
                 found.append(Piece(ids, len(ids) - 1 - len(continuation), unit))
@@ -116,7 +122,9 @@ class TaskModel(TemplateLM):
         asked = []  # (prompt, settings of drawing)
         for request in requests:
             text, settings = request.args
-            asked.append((self.tok_encode(text) or [self.prefix_token_id], settings))
+            prompt = self.tok_encode(text) or [self.prefix_token_id]
+            self.check(prompt)
+            asked.append((prompt, settings))
         # batches of the same settings, the longest prompts first
         ordered = Collator(asked, lambda pair: -len(pair[0]), group_by="gen_kwargs")
         params = self.arrange(self.params)
@@ -137,7 +145,7 @@ class TaskModel(TemplateLM):
         n_chunks = math.ceil(options.max_tokens / decoding.CHUNK)
         prefill, advance = self.stream(options, n + n_chunks * decoding.CHUNK)
         missing = self.rows - len(prompts)
-        ids, lengths = decoding.pad([*prompts, *[[self.eot_token_id]] * missing], n)
+        ids, lengths = decoding.pad([*prompts, *prompts[:1] * missing], n)
         state = prefill(params, ids, lengths, jax.random.key(0))
         drawn = [[] for _ in prompts]
         for chunk in decoding.chunks_of(advance, params, state, n_chunks):

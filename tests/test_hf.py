@@ -15,10 +15,12 @@ import huggingface_hub
 import jax
 import numpy as np
 import pytest
+import tokenizers
 from absl import logging as absl_logging
 from conftest import (
     ARCHITECTURES,
     ROOT,
+    describe,
     refusal,
     settled,
     small_config,
@@ -32,10 +34,11 @@ import architectures
 import utils
 from architectures import gpt2
 from data import tokenization
+from dataset import Mixture, manifests
 from inference import hugging_face, sampling, weights
 from runtime import files
 from tools import common, evaluate, hf, sample
-from training import settings, steps
+from training import command_line, settings, steps
 
 DEEPSEEK = ARCHITECTURES["deepseek"]
 NO_SHARED = dict(DEEPSEEK, tied=True, n_shared=0)
@@ -262,6 +265,74 @@ def test_text_ends_at_every_eos_token_id(tmp_path):
 def test_an_eos_token_id_that_is_none_gets_a_sentence(wrong, tmp_path):
     files.write_json(f"{tmp_path}/generation_config.json", dict(eos_token_id=wrong))
     refusal(lambda: weights.ends(str(tmp_path)), "generation_config.json: eos_token_id is")
+
+
+@pytest.fixture(scope="module")
+def more_tokens(deepseek, tmp_path_factory):
+    """A folder whose tokenizer has tokens beyond the model's 257, as published ones often have: special ones, which no
+    text becomes, and <new>, which is 300."""
+    folder = tmp_path_factory.mktemp("more") / "model"
+    shutil.copytree(deepseek[2], folder)
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens([f"<pad{i}>" for i in range(257, 300)])
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_a_tokenizer_may_have_more_tokens_than_the_model(more_tokens, tmp_path, capsys):
+    """It samples, measures, is imported and exported, with a warning; only text that has such a token is refused."""
+    model = str(more_tokens)
+    said = ": its tokenizer has 301 tokens, and the model 257"
+    one = dict(n_devices=1, compilation_cache="")
+
+    def continued(*prompts):
+        sample.main(common.Sample(model=model, prompt=prompts, max_tokens=3, **one))
+
+    continued("a <pad257>")
+    assert f"warning: {model}{said}" in capsys.readouterr().err
+    beyond = "has token '<new>', whose id 300 is beyond the model's vocabulary of 257; leave it out"
+    refusal(lambda: continued("a", "b<new>"), f"--prompt: a text {beyond}")
+    (tmp_path / "a.txt").write_text("some <new> text")
+    options = common.Evaluate(model=model, data=(str(tmp_path / "a.txt"),), **one)
+    refusal(lambda: evaluate.main(options), f"--data: a document {beyond}")
+    hf.import_folder(model, str(tmp_path / "run"))
+    capsys.readouterr()
+    hf.export(str(tmp_path / "run"), str(tmp_path / "exported"))
+    assert f"warning: {tmp_path}/run{said}" in capsys.readouterr().err
+
+
+def test_weights_train_on_shards_of_a_tokenizer_with_more_tokens(
+    more_tokens, tmp_path, train, capsys
+):
+    """With a warning, and whatever of --vocab_size and --tokenizer is given. A token beyond is refused, by no flag that
+    others refuse."""
+    path = str(more_tokens / "tokenizer.json")
+    made = dict(tokenizer="tokenizer.json", vocab_size=301, end_of_text=256)
+    made["tokenizer_sha256"] = tokenization.content_sha256(tokenization.load_tokenizer(path))
+    data = tmp_path / "data"
+    tokenization.keep_tokenizer(str(data), path)
+    for split in ("train", "val"):
+        (data / split).mkdir()
+        ids = np.arange(2000) % 257
+        np.save(data / split / "000000.npy", ids.astype(np.uint16))
+    describe(data, **made)
+    warned = f"warning: the tokenizer of {data}/train has 301 tokens, and the model 257"
+    words = ["--init_from", str(more_tokens), "--data", str(data), "--T", "32"]
+    of_weights, _ = weights.open_weights(str(more_tokens))
+    for given in ([], ["--tokenizer", path], ["--tokenizer", path, "--vocab_size", "257"]):
+        parsed = command_line.parse([*words, *given])
+        cfg = settings.settle(parsed, 1, of_weights, {}, manifests(parsed.cfg, "train", "val"))
+        assert cfg.model.vocab_size == 257 and warned in capsys.readouterr().out
+        assert Mixture(cfg, "train", 10).n_sequences
+    refusal(
+        lambda: settings.settle(parsed, 1, shards=manifests(cfg, "train")), "need 301; give that"
+    )
+    ids[7] = 300
+    np.save(data / "train/000000.npy", ids.astype(np.uint16))
+    describe(data, **made)
+    said = refusal(lambda: Mixture(cfg, "train", 10), "000000.npy holds token id 300, beyond")
+    assert "to a model that is not trained yet, a larger vocabulary" in said
 
 
 HOSTILE = ["", "a", "<|endoftext|> spelled", "naïve 日本語 🦙👩‍👩‍👧 \x00\x01", "  \n\n\t x   "]

@@ -111,8 +111,7 @@ def open_model(options, text):
     encoding = tokenization.folder_tokenizer(folder)
     if encoding is None and text:
         raise UserError(f"{folder}: has no tokenizer; put its tokenizer.json there.")
-    if encoding and encoding.n_vocab > flags["vocab_size"]:
-        raise UserError(f"{folder}: its tokenizer has more tokens than the model's vocabulary.")
+    warn_of_more_tokens(encoding, flags["vocab_size"], folder)
     most = weights.positions(options.model, flags["T"])
     if options.T > most:
         said = f"--T {options.T}: {options.model} was made for {most} tokens"
@@ -132,6 +131,15 @@ def open_model(options, text):
     stored = load(steps.abstract_params(cfg, mesh))
     params = jax.tree.map(convert, table, stored, is_leaf=parameters.is_param)
     return cfg, mesh, params, encoding
+
+
+def warn_of_more_tokens(encoding, vocab_size, folder):
+    """Warn where the tokenizer in a folder, if there is one, has more tokens than the model."""
+    if encoding and encoding.n_vocab > vocab_size:
+        warn(
+            f"{folder}: its tokenizer has {encoding.n_vocab} tokens, and the model {vocab_size}; text that has one of "
+            f"those beyond is refused"
+        )
 
 
 def warn_or_refuse(name, said):

@@ -66,13 +66,15 @@ def texts(path, column):
         yield read_text(document)[0]
 
 
-def text_pieces(documents, encoding, T, stride, limit, sizes):
-    """At most `limit` windows of documents as `Piece`s, each target in one. Appends a document's bytes to `sizes`."""
+def text_pieces(documents, encoding, vocab_size, T, stride, limit, sizes):
+    """At most `limit` windows of documents as `Piece`s, each target in one. Appends a document's bytes to `sizes`.
+    Raises UserError for a token that the model does not know."""
     left = limit
     for text in filter(None, documents):
         if not left:
             return
         ids = np.concatenate([[encoding.eot_token], encode_text(text, encoding)])
+        tokenization.check_ids(encoding, ids, vocab_size, "--data: a document")
         last = T + (left - 1) * stride  # target that may be scored
         if last < len(ids) - 1:
             ids = ids[: last + 1]
@@ -107,7 +109,8 @@ def evaluate(options, path, cfg, encoding, score):
         sequences = (Piece(corpus.sequences([i], seed=0)[0], 0, i) for i in range(total))
     elif encoding:
         documents = counted(texts(path, options.text_column), encoding, counts)
-        sequences = text_pieces(documents, encoding, T, stride, limit, sizes)
+        about = encoding, cfg.model.vocab_size, T, stride, limit, sizes
+        sequences = text_pieces(documents, *about)
     else:
         raise UserError(f"--data {path}: text needs a tokenizer, and {options.model} has none.")
     hidden = not sys.stderr.isatty()

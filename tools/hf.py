@@ -128,6 +128,7 @@ def config_of_one_device(flags, model):
 def export_tokenizer(folder, run_dir, m):
     """Write files that AutoTokenizer loads, where the run has a tokenizer; returns what config.json says of it."""
     encoding = tokenization.folder_tokenizer(run_dir)
+    common.warn_of_more_tokens(encoding, m.vocab_size, run_dir)
     if encoding is None:
         say(f"warning: {run_dir} has no tokenizer, so what is exported has none")
         begin = m.end_of_text if m.end_of_text >= 0 else None  # transformers takes no id of its own

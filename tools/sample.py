@@ -19,7 +19,7 @@ import time
 from collections import deque
 
 import utils
-from data.tokenization import text_of
+from data.tokenization import check_ids, text_of
 from runtime import interrupts
 from runtime.messages import UserError, say_aside, say_error
 from tools import common
@@ -118,6 +118,8 @@ def continue_prompts(options, cfg, mesh, params, encoding, programs, chunk=decod
     """Print the continuations of the prompts, `chunk` tokens at a time; returns their `Row`s."""
     before = common.before_prompt(options, encoding)
     further_ends = ends(options.model)
+    vocab_size = cfg.model.vocab_size
+    check_ids(encoding, before, vocab_size, f"--start {options.start}: what precedes a prompt")
     if "" in options.stop:
         raise UserError("--stop: is empty; give a text.")
     for text in options.prompt:
@@ -128,6 +130,8 @@ def continue_prompts(options, cfg, mesh, params, encoding, programs, chunk=decod
     prompts = [[*before, *encoding.encode_ordinary(text)] for text in options.prompt]
     if [] in prompts:
         raise UserError("--prompt: is empty; give a text, or --start end_of_text.")
+    for ids in prompts:
+        check_ids(encoding, ids, vocab_size, "--prompt: a text")
     longest = max(map(len, prompts))
     options = fit_max_tokens(options, cfg, longest)
     batch = [ids for ids in prompts for _ in range(options.inference_batch)]
@@ -136,7 +140,7 @@ def continue_prompts(options, cfg, mesh, params, encoding, programs, chunk=decod
         head = f"--- {i}\n" if len(batch) > 1 else ""
         rows.append(Row(encoding, ids, options, len(before), head, further_ends))
     n_tokens = sum(map(len, batch))
-    batch += [[encoding.eot_token]] * (-len(batch) % mesh.shape["dp"])  # dp must divide it
+    batch += batch[:1] * (-len(batch) % mesh.shape["dp"])  # dp must divide it
     n = math.ceil(longest / MULTIPLE) * MULTIPLE
     chunks = math.ceil(options.max_tokens / chunk)
     begin = params, *decoding.pad(batch, n), jax.random.key(options.seed)

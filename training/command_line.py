@@ -90,12 +90,13 @@ def commit():
 
 
 def follow_tokenizer(flags, load):
-    """`flags` with the vocabulary of --tokenizer. Raises UserError where a given one is too small."""
+    """`flags` with the vocabulary of --tokenizer. Raises UserError where a given one is too small; that of weights may
+    be."""
     name, size = flags.cfg.data.tokenizer, flags.cfg.model.vocab_size
     encoding = load(name) if name else None
     if encoding is None:
         return flags
-    if "vocab_size" in flags.given and size < encoding.n_vocab:
+    if "vocab_size" in flags.given and size < encoding.n_vocab and not flags.cfg.run.init_from:
         raise UserError(
             f"--vocab_size {size}: --tokenizer {name} has {encoding.n_vocab} tokens; give at least that many, or leave "
             f"the flag out."

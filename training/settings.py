@@ -10,6 +10,7 @@ import numpy as np
 
 import architectures
 import utils
+from data.tokenization import check_ids
 from runtime import chips, platforms
 from runtime.files import is_remote, names_in, read_json
 from runtime.messages import UserError, say
@@ -79,6 +80,7 @@ def settle(
     flags = flags._replace(cfg=complete(flags.cfg, n_devices))
     flags = resume(flags, stored)
     flags = flags._replace(cfg=split_batch(flags, stored, memory_share))
+    check_vocabulary(flags.cfg.model.vocab_size, bool(weights or stored), shards)
     if stored is not None:
         flags = flags._replace(cfg=begin_documents(flags.cfg, encoding))
     cfg = fit_samples(flags, encoding)
@@ -170,16 +172,33 @@ def follow_shards(flags, stored, shards):
     """`flags` with the vocabulary of the tokenizer that made `shards`, as `dataset.manifests` lists them, unless flags,
     weights or the run that it resumes have one, or the preset's is larger by padding alone. A change is printed."""
     r, now = flags.cfg.run, flags.cfg.model.vocab_size
-    if flags.given & {"vocab_size", "tokenizer"} or r.init_from:
-        return flags
     if stored:
         return flags.follow(vocab_size=stored.get("vocab_size", now))
+    if flags.given & {"vocab_size", "tokenizer"} or r.init_from:
+        return flags
     for _, folder, manifest in shards:
         size = manifest.get("vocab_size", now)
         if not size <= now < PADDING * size:
             say(f"--vocab_size is {size} and not {now}, as the tokenizer of {folder} has it")
             return flags.follow(vocab_size=size)
     return flags
+
+
+def check_vocabulary(size, fixed, shards):
+    """Raises UserError where the tokenizer of `shards` has more tokens than the model. Where that has weights, so that
+    its vocabulary is `fixed`, it is a warning: published tokenizers have further tokens that no text becomes."""
+    for _, folder, manifest in shards:
+        needed = manifest.get("vocab_size", 0)
+        if needed > size and not fixed:
+            raise UserError(
+                f"--vocab_size {size}: the shards in {folder} need {needed}; give that."
+            )
+        if needed > size:
+            say(
+                f"warning: the tokenizer of {folder} has {needed} tokens, and the model {size}; a token id beyond ends "
+                f"the run where it is read"
+            )
+            return
 
 
 def follow(flags):
@@ -343,6 +362,8 @@ def begin_documents(cfg, encoding):
             f"--document_mask: the tokenizer of --data {cfg.data.data}, whose token begins a document, is not known; "
             f"give it as --tokenizer."
         )
+    where = "--document_mask: what begins a document"
+    check_ids(encoding, [encoding.eot_token], cfg.model.vocab_size, where)
     return replace(cfg, end_of_text=encoding.eot_token)
 
 
@@ -353,7 +374,10 @@ def fit_samples(flags, encoding):
     if encoding is None or cfg.model.T < 2:
         return cfg
     T, tokens = cfg.model.T, cfg.sample.max_tokens
-    length = len(whole_prompt(cfg, encoding))
+    prompt = whole_prompt(cfg, encoding)
+    where = "--prompt: the text" if "prompt" in given else "the prompt of samples"
+    check_ids(encoding, prompt, cfg.model.vocab_size, where)
+    length = len(prompt)
     if "max_tokens" not in given:
         tokens = max(1, min(tokens, T - length))
     length = length if "prompt" in given else 1
