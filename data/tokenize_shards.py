@@ -49,7 +49,7 @@ class Options(Source):
     """tiktoken's name of an encoding (gpt2, cl100k_base, ...), a .tiktoken file of ranks or a Hugging Face
     tokenizer.json; files are copied to OUTPUT."""
     lossy: bool = False
-    """Accept a tokenizer that loses more than 1% of the text, as one does that has no tokens for its letters."""
+    """Accept a tokenizer that loses more than 1% of the text, such as one without tokens for its letters."""
     shard_tokens: int = flag(100_000_000, least=1)
     """Tokens per shard; memory holds three of them."""
     val_fraction: float = flag(VAL_FRACTION, below=1)

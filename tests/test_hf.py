@@ -325,6 +325,10 @@ def test_weights_train_on_shards_of_a_tokenizer_with_more_tokens(
         cfg = settings.settle(parsed, 1, of_weights, {}, manifests(parsed.cfg, "train", "val"))
         assert cfg.model.vocab_size == 257 and warned in capsys.readouterr().out
         assert Mixture(cfg, "train", 10).n_sequences
+    resumed = settings.follow_shards(
+        command_line.parse(["--tokenizer", path]), {"vocab_size": 257}, []
+    )
+    assert resumed.cfg.model.vocab_size == 257
     refusal(
         lambda: settings.settle(parsed, 1, shards=manifests(cfg, "train")), "need 301; give that"
     )
