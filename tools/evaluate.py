@@ -66,15 +66,15 @@ def texts(path, column):
         yield read_text(document)[0]
 
 
-def text_pieces(documents, encoding, vocab_size, T, stride, limit, sizes):
+def text_pieces(documents, encoding, m, T, stride, limit, sizes):
     """At most `limit` windows of documents as `Piece`s, each target in one. Appends a document's bytes to `sizes`.
-    Raises UserError for a token that the model does not know."""
+    Raises UserError for a token that the model, of utils.Model m, does not know."""
     left = limit
     for text in filter(None, documents):
         if not left:
             return
         ids = np.concatenate([[encoding.eot_token], encode_text(text, encoding)])
-        tokenization.check_ids(encoding, ids, vocab_size, "--data: a document")
+        tokenization.check_ids(encoding, ids, m.vocab_size, "--data: a document")
         last = T + (left - 1) * stride  # target that may be scored
         if last < len(ids) - 1:
             ids = ids[: last + 1]
@@ -99,9 +99,8 @@ def evaluate(options, path, cfg, encoding, score):
     if stride > T:
         raise UserError(f"--stride {stride}: must be at most --T, which is {T}.")
     limit = options.limit or sys.maxsize
-    sizes = []
+    sizes, counts = [], Counter()  # bytes of each document; what the tokenizer loses
     total = None
-    counts = Counter()  # of what the tokenizer loses
     corpus = open_shards(options, utils.replace(cfg, T=T), path)
     if corpus:  # in the order of main.py's validation
         counts = corpus.manifest
@@ -109,8 +108,7 @@ def evaluate(options, path, cfg, encoding, score):
         sequences = (Piece(corpus.sequences([i], seed=0)[0], 0, i) for i in range(total))
     elif encoding:
         documents = counted(texts(path, options.text_column), encoding, counts)
-        about = encoding, cfg.model.vocab_size, T, stride, limit, sizes
-        sequences = text_pieces(documents, *about)
+        sequences = text_pieces(documents, encoding, cfg.model, T, stride, limit, sizes)
     else:
         raise UserError(f"--data {path}: text needs a tokenizer, and {options.model} has none.")
     hidden = not sys.stderr.isatty()

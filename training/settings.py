@@ -81,6 +81,7 @@ def settle(
     flags = resume(flags, stored)
     flags = flags._replace(cfg=split_batch(flags, stored, memory_share))
     check_vocabulary(flags.cfg.model.vocab_size, bool(weights or stored), shards)
+    check_vocabulary(flags, bool(weights or stored), shards)
     if stored is not None:
         flags = flags._replace(cfg=begin_documents(flags.cfg, encoding))
     cfg = fit_samples(flags, encoding)
@@ -176,29 +177,33 @@ def follow_shards(flags, stored, shards):
         return flags.follow(vocab_size=stored.get("vocab_size", now))
     if flags.given & {"vocab_size", "tokenizer"} or r.init_from:
         return flags
-    for _, folder, manifest in shards:
-        size = manifest.get("vocab_size", now)
-        if not size <= now < PADDING * size:
-            say(f"--vocab_size is {size} and not {now}, as the tokenizer of {folder} has it")
-            return flags.follow(vocab_size=size)
-    return flags
+    sizes = {folder: manifest.get("vocab_size", 0) for _, folder, manifest in shards}
+    # of several tokenizers the largest: that they differ is then refused, not one of their ids
+    folder = max(sizes, key=sizes.get, default="")
+    size = sizes.get(folder) or now
+    if size <= now < PADDING * size:
+        return flags
+    say(f"--vocab_size is {size} and not {now}, as the tokenizer of {folder} has it")
+    return flags.follow(vocab_size=size)
 
 
-def check_vocabulary(size, fixed, shards):
-    """Raises UserError where the tokenizer of `shards` has more tokens than the model. Where that has weights, so that
-    its vocabulary is `fixed`, it is a warning: published tokenizers have further tokens that no text becomes."""
+def check_vocabulary(flags, fixed, shards):
+    """Raises UserError where the tokenizer of `shards` has more tokens than --vocab_size. Where the model has weights,
+    so that its vocabulary is `fixed`, it is a warning: published tokenizers have tokens that no text becomes. (Where
+    neither holds, the shards are of several tokenizers, or not of --tokenizer, which is refused as they are opened.)"""
+    size = flags.cfg.model.vocab_size
     for _, folder, manifest in shards:
         needed = manifest.get("vocab_size", 0)
-        if needed > size and not fixed:
-            raise UserError(
-                f"--vocab_size {size}: the shards in {folder} need {needed}; give that."
-            )
-        if needed > size:
+        if needed > size and fixed:
             say(
                 f"warning: the tokenizer of {folder} has {needed} tokens, and the model {size}; a token id beyond ends "
                 f"the run where it is read"
             )
             return
+        if needed > size and "vocab_size" in flags.given:
+            raise UserError(
+                f"--vocab_size {size}: the shards in {folder} need {needed}; give that."
+            )
 
 
 def follow(flags):
@@ -375,8 +380,8 @@ def fit_samples(flags, encoding):
         return cfg
     T, tokens = cfg.model.T, cfg.sample.max_tokens
     prompt = whole_prompt(cfg, encoding)
-    where = "--prompt: the text" if "prompt" in given else "the prompt of samples"
-    check_ids(encoding, prompt, cfg.model.vocab_size, where)
+    if "prompt" in given:
+        check_ids(encoding, prompt, cfg.model.vocab_size, "--prompt: the text")
     length = len(prompt)
     if "max_tokens" not in given:
         tokens = max(1, min(tokens, T - length))
@@ -393,10 +398,13 @@ def whole_prompt(cfg, encoding):
 
 
 def prompt_ids(cfg, encoding):
-    """Token ids, int32, that samples continue; None where no tokenizer is known or --T leaves no room."""
+    """Token ids, int32, that samples continue; None where no tokenizer is known, --T leaves no room or the model does
+    not know one of them."""
     if encoding is None or cfg.model.T < 2:
         return None
     ids = whole_prompt(cfg, encoding)[: cfg.model.T - cfg.sample.max_tokens]
+    if max(ids) >= cfg.model.vocab_size:
+        return None
     return np.array(ids, np.int32)
 
 
