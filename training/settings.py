@@ -80,7 +80,6 @@ def settle(
     flags = flags._replace(cfg=complete(flags.cfg, n_devices))
     flags = resume(flags, stored)
     flags = flags._replace(cfg=split_batch(flags, stored, memory_share))
-    check_vocabulary(flags.cfg.model.vocab_size, bool(weights or stored), shards)
     check_vocabulary(flags, bool(weights or stored), shards)
     if stored is not None:
         flags = flags._replace(cfg=begin_documents(flags.cfg, encoding))
