@@ -175,10 +175,8 @@ def load_ranks(path):
 def cut_by_pattern(ranks):
     """The tokens, by rank, that no text cut by `PATTERN` contains. Training with it makes none, and other patterns soon
     make some: the first one of cl100k_base has rank 280."""
-    from tokenizers import (
-        Regex,
-        pre_tokenizers,
-    )  # the library that trains, so both know the same letters
+    # the library that trains, so both know the same letters
+    from tokenizers import Regex, pre_tokenizers
 
     cut = pre_tokenizers.Split(Regex(PART), "isolated")
     found = []

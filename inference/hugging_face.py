@@ -185,9 +185,8 @@ def mismatch(there, names, m, form):
     """(number of tensors that fit, what is wrong with the next) of a folder and a utils.Model; (inf, "") where all
     fit. names: of those `needed`."""
     wanted = set()
-    for t in filled(
-        form.tensors(m)
-    ):  # an absurd config calls for billions, but soon one is missing
+    # an absurd config calls for billions of tensors, but soon one is missing
+    for t in filled(form.tensors(m)):
         name = name_in(there, t.name, form)
         if name not in there:
             return len(wanted), f"{name} is missing; its config.json calls for it"

@@ -33,9 +33,7 @@ def open_streams():
     number, and in it whatever a library prints."""
     for name, mode in dict(stdin="r", stdout="w", stderr="w").items():
         if getattr(sys, name) is None:
-            number = os.open(
-                os.devnull, os.O_RDWR
-            )  # the lowest number that is free is the stream's
+            number = os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is the stream's
             os.set_inheritable(number, True)
             setattr(sys, name, open(number, mode))
     with contextlib.suppress(AttributeError):  # a notebook has streams of another kind

@@ -120,11 +120,8 @@ def find_devices():
     cannot use those that are there."""
     import jax
 
-    from runtime.messages import (
-        Unavailable,
-        UserError,
-        first_line,
-    )  # here: run alone, this file finds no other
+    # here: run alone, this file finds no other
+    from runtime.messages import Unavailable, UserError, first_line
 
     try:
         jax.devices()

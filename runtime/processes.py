@@ -64,9 +64,8 @@ def join_processes(cfg):
     try:
         platforms.find_devices()
     except UserError as e:
-        if (
-            several
-        ):  # at a usual exit jax would wait for the others, and they for the devices of this one
+        if several:
+            # at a usual exit jax would wait for the others, and they for the devices of this one
             interrupts.end(e.status, f"error: {e}")
         raise
     if several and run.n_devices not in (0, jax.device_count()):
@@ -96,10 +95,8 @@ def meet(run):
             shutdown_timeout_seconds=3600,  # process 0 may still upload its log
         )
     except (ValueError, RuntimeError) as e:
-        if "coordinator_address should be defined" in str(
-            e
-        ):  # jax knows no cluster around this process
-            return
+        if "coordinator_address should be defined" in str(e):
+            return  # jax knows no cluster around this process
         raise UserError(
             f"this process cannot join the others ({first_line(e)}); give --num_processes 1 to train alone, or "
             f"--coordinator, --num_processes and --process_id."

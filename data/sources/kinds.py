@@ -98,9 +98,8 @@ def survey(fs, paths):
     def contents_of(path):
         try:
             return look(fs, path)
-        except (
-            Exception
-        ):  # of the file, or of the storage, of which every kind has errors of its own
+        except Exception:
+            # Of the file, or of the storage: every kind of storage has errors of its own, so it is asked again.
             if not isinstance(fs, LocalFileSystem):
                 address = fs.unstrip_protocol(path)
                 persist(lambda: fs.cat_file(path, start=0, end=1), address)
