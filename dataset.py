@@ -132,7 +132,7 @@ class Corpus:
 
 
 # Sizes up to this one are shuffled: a network of so few bits makes some permutations far more often than others.
-SHUFFLED = 64
+SHUFFLED = 32
 
 
 def permute(index, size, key):

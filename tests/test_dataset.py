@@ -466,7 +466,7 @@ def test_ranks_that_tiktoken_would_panic_at_are_refused(tmp_path, lines):
 def test_permute_puts_every_index_everywhere_alike():
     """Counts over 2,000 keys of where each index of a small size lies, and of where two of them lie together."""
     keys = 2000
-    for size in (2, 3, 5, 8, 17, 33, 65):
+    for size in (2, 3, 5, 8, 17, 32, 33):
         drawn = [dataset.permute(np.arange(size), size, [5, key]) for key in range(keys)]
         places, pairs = np.zeros((2, size, size))
         for permuted in drawn:
