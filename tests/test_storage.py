@@ -202,7 +202,7 @@ def test_the_manifest_decides_the_vocabulary(tmp_path, capsys):
         assert ("--vocab_size is" in capsys.readouterr().out) == (found != cfg)
         stored = utils.flatten(cfg) | dict(vocab_size=60000, data_fingerprint="x")
         kept = settings.follow_shards(settings.Flags(cfg, set()), stored, shards)
-        assert kept.cfg.model.vocab_size == (8192 if "init_from" in given else 60000)
+        assert kept.cfg.model.vocab_size == 60000
 
 
 def used(run, shards, exported, capsys, cache):
