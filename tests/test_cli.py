@@ -615,6 +615,9 @@ def test_a_batch_that_a_device_has_no_room_for_is_accumulated():
     assert divided("--preset tiny --n_device_axis 4 1 1", 4, memory_share=share)["A"] == 1
     assert divided("--preset tiny --accumulation_steps 2", memory_share=share)["A"] == 2
     assert divided("--preset tiny --train_batch_size 16", memory_share=share)["A"] == 1
+    assert divided("--preset tiny --microbatches 8", memory_share=share) == dict(
+        G=16, dp=1, A=2, B=8, val=0, M=8
+    )
     weights = 20
     assert divided("--preset tiny", memory_share=lambda cfg: weights + share(cfg))["A"] == 4
 

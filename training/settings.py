@@ -267,7 +267,12 @@ def split_batch(flags, stored=None, memory_share=None):
     for accumulation in divisors(own // pp):
         if accumulation % fewest:
             continue
-        found = cut_replica(cfg, given, accumulation)
+        try:
+            found = cut_replica(cfg, given, accumulation)
+        except UserError:  # fewer sequences than --microbatches, where that was given
+            if tried:
+                break
+            raise
         share = memory_share(found) if memory_share else 0
         tried.setdefault(share, found)
         if share <= 1:
