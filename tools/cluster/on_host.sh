@@ -323,10 +323,12 @@ telling_line() {
 
 # state: print one line on what the session does.
 state() {
-  local last
+  local last lives=
+  # asked before the log is read: it is whole once the session has ended
+  ! alive || lives=1
   last=$(telling_line | cut -c1-500) || true
   last=${last:+: $last}
-  if alive; then
+  if [[ $lives ]]; then
     # main.py says this once what can go wrong at its start did not
     if grep -q ' compiled in ' "$state/log"; then echo "running$last"; else echo "starting$last"; fi
   elif [[ -s $state/status ]]; then
