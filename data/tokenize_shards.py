@@ -164,7 +164,7 @@ def lost_in_words(args, totals):
 
 
 def check_lost(args, totals, least=0):
-    """Raises UserError where a sample of at least so many characters shows that --tokenizer loses too much text."""
+    """Raises UserError where a sample of at least `least` characters shows that --tokenizer loses too much text."""
     if args.lossy or totals["sampled_characters"] < least or not is_lossy(totals):
         return
     raise UserError(

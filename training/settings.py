@@ -20,8 +20,8 @@ PADDING = 1.01  # up to which published models pad their vocabularies
 MOST_PROFILED = 50  # steps; longer traces are too large for the programs that show them
 SCHEDULE = {"warmup_steps", "decay_steps", "end_steps"}  # may change in a run, which is printed
 # Of config.json, beside what must be the same.
-BATCHES = {"train_batch_size", "val_batch_size", "accumulation_steps"}
-NEEDED_TO_RESUME = BATCHES | {"n_device_axis", "data"}
+NEEDED_TO_RESUME = {"train_batch_size", "val_batch_size", "accumulation_steps"}
+NEEDED_TO_RESUME |= {"n_device_axis", "data"}
 # How a replica's share of the global batch is cut up, which changes no more than rounding.
 SPLIT = {"train_batch_size", "accumulation_steps", "microbatches", "microbatch_size"}
 # {flag: values that meant another model before `utils.Model.revision` 1}
@@ -327,9 +327,10 @@ def even_mesh(cfg):
     if cfg.model.n_head % rest == 0 and cfg.model.T % rest == 0:
         dp, tp = even, rest
     else:
-        dp = max(fewer for fewer in range(1, dp + 1) if total % (fewer * pp) == 0)
-    fewer = dp * pp * tp
-    return f"--n_devices {fewer} " * (fewer != n) + f"--n_device_axis {dp} {pp} {tp}"
+        dp = max(size for size in range(1, dp + 1) if total % (size * pp) == 0)
+    mesh = f"--n_device_axis {dp} {pp} {tp}"
+    used = dp * pp * tp
+    return mesh if used == n else f"--n_devices {used} {mesh}"
 
 
 def cut_replica(cfg, given, accumulation):
