@@ -18,8 +18,8 @@ from importlib import import_module
 
 import utils
 from runtime import platforms
-from runtime.files import check_run_path, write_file, write_json
-from runtime.messages import UserError, flush_output, one_sentence, say
+from runtime.files import check_run_path, is_remote, write_file
+from runtime.messages import Unavailable, UserError, flush_output, one_sentence, say, say_error
 from training import command_line
 
 if __name__ == "__main__":  # flags for XLA must be in the environment before jax is imported
@@ -121,15 +121,19 @@ def train(cfg, stored, encoding, load_weights, goodput):
     training.sample = make_sampler(cfg, mesh, encoding, ends)
 
     # --- Log
-    processes.on_main_process(lambda: write_config(cfg, data, corpus, ends))
-    training.log = RunLog(cfg, step) if jax.process_index() == 0 else NoLog()
-    goodput.keep(training.log.found, step, training.log.end)
-    training.progress = Progress(cfg, val_corpus.bytes_per_token, write_plan(cfg))
+    training.log = RunLog(cfg) if jax.process_index() == 0 else NoLog()
+    found, end = processes.on_all(lambda: training.log.begin(step))
+    goodput.keep(found, step, end)
+    processes.on_main_process(lambda: write_config(training.log, data, corpus, ends))
+    training.progress = Progress(cfg, val_corpus.bytes_per_token, write_plan(cfg, training.log))
 
     # --- Loop
     with memory_explained(cfg):
         signalled = training.run()
     return tell_end(training, signalled, began)
+
+
+PATIENCE = 120  # seconds that training waits for the checkpoint before, where the next is due
 
 
 class Training:
@@ -169,6 +173,7 @@ class Training:
                     self.train()
                     bar.update(self.step - bar.n)
                     signalled = self.look()
+                self.finish_saving()
                 return signalled
             except UserError:
                 # All processes raise it at the same step, mostly because storage failed: keep what was reached.
@@ -180,8 +185,11 @@ class Training:
                 self.profile.close()
                 bar.close()
                 self.checkpoints.close()
+                if self.checkpoints.saved != self.step:
+                    lost = self.checkpoints.not_saved(self.step)
+                    interrupts.words = f"interrupted; {lost} are lost"
                 self.log.close()
-                self.batches.close()  # last: it may take a minute until a read without an answer is given up
+                self.batches.close()  # it may take a minute until a read without an answer is given up
 
     def train(self):
         """Launch a step, and log the one before."""
@@ -225,7 +233,7 @@ class Training:
             self.log.flush()
         samples = last or (samples and not self.bad_steps.in_progress)
         if signalled or samples:
-            self.save(val_loss)
+            self.save(val_loss, waits=signalled or last)
         if samples:  # also before a stop: the run that resumes draws none of this step
             self.watchdog.begin("sampling", step)
             self.goodput.turn("evaluating")
@@ -241,13 +249,26 @@ class Training:
         self.log.metrics(row | self.goodput.row())
         self.row = None
 
-    def save(self, val_loss=None):
+    def save(self, val_loss=None, waits=True):
+        """Begin to write a checkpoint. waits: also where the one before is not written yet for minutes, since the run
+        ends here."""
         self.watchdog.begin("checkpoint", self.step)
         self.goodput.turn("saving")
-        self.log.flush()
-        self.checkpoints.save_running(
-            self.step, self.sequences, self.state, self.bad_steps, val_loss
-        )
+        self.log.flush(now=waits)
+        patience = None if waits else PATIENCE
+        state = self.state, self.bad_steps
+        self.checkpoints.save_running(self.step, self.sequences, *state, val_loss, patience)
+        self.save_again = functools.partial(self.save, val_loss)
+
+    def finish_saving(self):
+        """Wait until the last checkpoint is written. A bucket that does not answer is tried again for ten minutes."""
+        for pause in (10, 20, 40, 80, 160, 290):
+            self.checkpoints.finish()
+            if self.checkpoints.saved == self.step or not is_remote(self.cfg.run.folder):
+                return
+            say(f"checkpoint {self.step} is tried again in {pause} s")
+            time.sleep(pause)
+            self.save_again()
 
     def keep(self):
         """Log and save what was reached before an error."""
@@ -256,6 +277,7 @@ class Training:
             self.log_row(self.row)
         if not self.bad_steps.due:
             self.save()
+            self.finish_saving()
 
     def roll_back(self):
         """Return to the checkpoint before the bad steps; training continues with the data after them."""
@@ -273,7 +295,7 @@ class Training:
         self.bad_steps.rolled_back(self.step)
         self.batches = self.read_batches()
         self.interrupt.asked = 0  # the batch that failed may be left out now
-        self.goodput.keep(self.log.history, self.step)
+        self.goodput.keep(self.log.rows_so_far(), self.step)
         self.log.rewind(self.step)
         self.meter.pace.resume(self.batches.waited)
 
@@ -357,17 +379,17 @@ def compile_train_step(cfg, mesh, optimizer, schedule):
     return train_step
 
 
-def write_config(cfg, data, corpus, ends):
+def write_config(log, data, corpus, ends):
     """Write config.json, which tools read and a resumed run is compared with, and keep the tokenizer beside it.
     ends: of `weights.ends`."""
-    config = utils.flatten(cfg) | {"data_fingerprint": data, "commit": command_line.commit()}
-    config["encoding"] = keep_tokenizer(cfg.run.folder, corpus.tokenizer)
+    config = utils.flatten(log.cfg) | {"data_fingerprint": data, "commit": command_line.commit()}
+    config["encoding"] = keep_tokenizer(log.folder, corpus.tokenizer)
     if ends:
         config["eos_token_id"] = ends
-    write_json(f"{cfg.run.folder}/config.json", config)
+    log.write("config.json", config)
 
 
-def write_plan(cfg):
+def write_plan(cfg, log):
     """The plan by formulas, which plan.json keeps for tools/page.py; None where the devices' peak is not known."""
     devices = jax.devices()[: cfg.run.n_devices]
     if chips.chip_of(devices[0].device_kind) is None:
@@ -375,8 +397,7 @@ def write_plan(cfg):
     from planning import plan  # here: a run on CPUs needs none of it
 
     planned = plan.answer(cfg, plan.machine_of(devices))
-    content = plan.as_json(planned)
-    processes.on_main_process(lambda: write_json(f"{cfg.run.folder}/plan.json", content))
+    log.write("plan.json", plan.as_json(planned))
     return planned
 
 
@@ -425,12 +446,12 @@ def tell_end(training, signalled, began):
     if checkpoints.saved != step:
         newest = checkpoints.on_disk
         then = f"resume from step {newest}" if newest else "begin again: there is none before it"
-        print(
-            f"error: --output_dir {cfg.run.output_dir}: the last checkpoint, of step {step}, could not be written; "
-            f"make room and rerun the same command to {then}.",
-            file=sys.stderr,
+        first = "once the storage answers," if is_remote(cfg.run.folder) else "make room and"
+        say_error(
+            f"--output_dir {cfg.run.output_dir}: the last checkpoint, of step {step}, could not be written; {first} "
+            f"rerun the same command to {then}."
         )
-        return 1
+        return Unavailable.status
     training.log.ended(training.goodput.row())
     # processes but the first know the time since this start alone
     shares = f" {training.goodput.words()};" if jax.process_index() == 0 else ""
@@ -445,7 +466,7 @@ def tell_end(training, signalled, began):
 
 def run(flags):
     """`main`, together with the other processes of the run; returns its exit status."""
-    interrupts.watch(lambda number: interrupts.end(128 + number, interrupts.NOTHING_LOST))
+    interrupts.watch(lambda number: interrupts.end(128 + number, interrupts.words))
     processes.join_processes(flags.cfg)
     try:
         status = main(flags, interrupts.BEGAN)

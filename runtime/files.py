@@ -43,10 +43,13 @@ def filesystem(path):
     if kind in ("gs", "gcs"):
         import aiohttp
 
-        # its own limits, but for 30 s until it is connected, six times
-        settings["requests_timeout"] = aiohttp.ClientTimeout(total=300, sock_connect=5)
+        # its own limits, but for 30 s until it is connected, six times, and 5 minutes without an answer
+        limits = aiohttp.ClientTimeout(total=300, sock_connect=5, sock_read=30)
+        # also for Orbax, which opens the bucket itself; what is listed there changes meanwhile
+        fsspec.config.conf["gs"] = dict(requests_timeout=limits, use_listings_cache=False)
     if kind == "s3":
         settings["config_kwargs"] = dict(connect_timeout=5)
+        settings["use_listings_cache"] = False
     try:
         return fsspec.core.url_to_fs(path, **settings)
     except (ImportError, ValueError) as e:

@@ -14,6 +14,7 @@ INSISTING = signal.SIGINT, signal.SIGTERM  # which a person or a supervisor repe
 SIGNALS = *INSISTING, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU
 PACKAGES = "jax", "optax", "orbax", "tiktoken", "fsspec"  # that every program needs
 NOTHING_LOST = "interrupted while no step was in progress; nothing was lost"
+words = NOTHING_LOST  # what a signal says that ends main.py at once, unless it could not save all
 
 BEGAN = time.time()  # of the process
 given_back = []  # functions that release what is held of others; they run also where the process ends at once

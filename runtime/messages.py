@@ -15,9 +15,9 @@ class UserError(Exception):
 
 
 class Unavailable(UserError):
-    """What another try may find: a status of 1 has tools/cluster/supervise.sh make one."""
+    """What may pass by itself, such as an outage of storage: tools/cluster/supervise.sh tries again."""
 
-    status = 1
+    status = 75  # "temporary failure" in sysexits.h
 
 
 def first_line(error):

@@ -1,15 +1,19 @@
 """What a run reports of itself: its lines, rows and event file of TensorBoard; and rows that are damaged."""
 
+import io
 import json
 import math
 import os
+import random
 import re
 import shutil
 import struct
 import sys
+import threading
 from types import SimpleNamespace
 from unittest import mock
 
+import fsspec
 import numpy as np
 import pytest
 from conftest import refusal, small_config
@@ -19,8 +23,8 @@ import main
 import utils
 from planning import machines, plan
 from presets import preset
-from runtime import chips, files
-from training import meter, runlog, settings
+from runtime import chips, files, outbox
+from training import meter, rows, runlog, settings
 
 
 @pytest.fixture
@@ -68,17 +72,27 @@ def test_tensorboard_finds_what_metrics_jsonl_holds_and_no_step_twice(train, tmp
     assert scalars(watching) == scalars(accumulator(str(run))) == logged(run)
 
 
-def test_tensorboard_reads_from_a_bucket_what_was_uploaded(bucket, tmp_path, accumulator):
+def test_tensorboard_reads_from_a_bucket_what_was_uploaded(
+    bucket, tmp_path, accumulator, monkeypatch
+):
+    """In files of which each is uploaded few times."""
+    from training import events
+
+    monkeypatch.setattr(events, "LARGE", 200)
     address, fs, _ = bucket
-    log = log_in(address, tensorboard=True)
-    for step, lr in ((1, 0.5), (2, 0.25), (3, 0.125)):
-        log.metrics({"step": step, "lr": lr})
+    log, loss = log_in(address, tensorboard=True), "loss/train_loss"
+    for step in (1, 2, 3, 4):
+        log.metrics({"step": step, loss: 1 / step})
+        log.flush(now=True)
+    log.outbox.settle(60)
     log.rewind(1)
-    log.metrics({"step": 2, "lr": 2.0})
+    log.metrics({"step": 2, loss: 2.0})
     log.close()
-    for path in fs.glob(f"{address}/run/events.out.tfevents.*"):
+    files = fs.glob(f"{address}/run/events.out.tfevents.*")
+    assert len(files) > 1
+    for path in files:
         fs.get_file(path, str(tmp_path / path.split("/")[-1]))
-    assert scalars(accumulator(str(tmp_path))) == [(1, "lr", 0.5), (2, "lr", 2.0)]
+    assert scalars(accumulator(str(tmp_path))) == [(1, loss, 1.0), (2, loss, 2.0)]
 
 
 def row(val, **other):
@@ -107,7 +121,7 @@ def test_a_line_says_whether_a_run_is_well(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(chips, "chip_of", lambda kind: chips.CHIPS["v4"])
     planned = plan.answer(cfg, machines.parse_machine("v4:2x2x1"))
-    progress = runlog.Progress(cfg, plan=main.write_plan(cfg))
+    progress = runlog.Progress(cfg, plan=main.write_plan(cfg, runlog.NoLog()))
     progress.print(row(5.5), pace_of(planned.tokens_per_second / 4), None)
     line = capsys.readouterr().out
     # how the chips are wired is not known
@@ -131,21 +145,21 @@ def test_goodput_counts_every_moment_once_also_over_restarts_and_rollbacks(monke
     goodput = meter.Goodput(90.0)
     goodput.turn("compiling")
     clock.now += 5
-    rows = [step(goodput, number) for number in (1, 2, 3)]
-    assert spent(rows[-1]) == dict(starting=10, compiling=5, steps=24, waiting=6)
-    assert rows[-1]["goodput"] == pytest.approx(24 / 45, abs=1e-6) and rows[-1]["resumed"] == 0
+    before = [step(goodput, number) for number in (1, 2, 3)]
+    assert spent(before[-1]) == dict(starting=10, compiling=5, steps=24, waiting=6)
+    assert before[-1]["goodput"] == pytest.approx(24 / 45, abs=1e-6) and before[-1]["resumed"] == 0
 
     clock.now += 7  # killed, started again 3 s ago, resumed from step 1
     goodput = meter.Goodput(clock.now - 3)
     goodput.turn("restoring")
-    goodput.keep(rows, 1)
+    goodput.keep(before, 1)
     row = step(goodput, 2)
     assert spent(row) == dict(starting=13, compiling=5, steps=16, waiting=4, lost=24)
     assert sum(spent(row).values()) == clock.now - 90 and row["resumed"] == 1
     assert goodput.words().startswith("26% of 1m02s in steps, 39% lost to restarts, 21% starting")
 
     goodput.begin(clock.now)  # rolls back to the same step
-    goodput.keep([rows[0], row], 1)
+    goodput.keep([before[0], row], 1)
     assert meter.spent_in(goodput.row())["lost"] == 37  # from the row of step 1 until now
     assert goodput.resumed == 2 and sum(goodput.seconds.values()) == clock.now - 90
     other = meter.Goodput(clock.now)
@@ -186,7 +200,7 @@ def test_time_between_a_clean_end_and_the_next_start_is_rest_and_not_lost(train,
 
 
 def rows_in(run):
-    return runlog.read_rows((run / "metrics.jsonl").read_bytes())[0]
+    return rows.read_rows(str(run))
 
 
 def to_ended(run, **changes):
@@ -212,12 +226,18 @@ def test_the_pace_counts_training_alone(monkeypatch):
 def log_in(folder, step=0, **flags):
     """The log of a run that resumes at `step`."""
     cfg = utils.replace(small_config(), output_dir=str(folder), name="run", **flags)
-    return runlog.RunLog(cfg, step)
+    log = runlog.RunLog(cfg)
+    log.begin(step)
+    return log
 
 
 def steps_in(log):
-    lines = files.read_file(log.path("metrics.jsonl")).splitlines()
-    return [json.loads(line, parse_constant=pytest.fail)["step"] for line in lines]
+    """Steps of the rows that a reader finds, once all is written."""
+    log.outbox.settle(60)
+    for _, content in rows.contents(log.folder):
+        for line in content.splitlines():
+            json.loads(line, parse_constant=pytest.fail)
+    return [row["step"] for row in rows.read_rows(log.folder)]
 
 
 @pytest.mark.parametrize("place", ["{}", "memory://{}"])
@@ -227,31 +247,112 @@ def test_flushed_rows_are_written(tmp_path, place):
         log.metrics({"step": step, "loss/train_loss": 1.0, "loss/val_cross_entropy_loss": 1.0})
     log.text(2, ["a", "b"])
     log.metrics({"step": 3, "loss/train_loss": math.nan})
-    log.flush()
+    log.flush(now=True)
     assert steps_in(log) == [1, 2, 3]
-    assert b'"loss/train_loss": null' in files.read_file(log.path("metrics.jsonl"))
-    log.rewind(1)
-    assert steps_in(log) == [1]
+    assert b'"loss/train_loss": null' in b"".join(part for _, part in rows.contents(log.folder))
+    log.text(3, ["c"])
+    log.rewind(2)
+    assert steps_in(log) == [1, 2]
     log.close()
     samples = files.read_file(log.path("samples.txt")).decode()
     assert samples == "=== step 2\n--- 0\na\n--- 1\nb\n"
 
 
-def test_a_row_that_a_full_disk_tore_is_written_once_there_is_room(tmp_path, monkeypatch, capsys):
-    def torn(row):
-        with open(log.path("metrics.jsonl"), "a") as f:
-            f.write('{"step": 2, "lo')
-        raise OSError("no room")
+def test_a_disk_that_is_full_for_a_while_costs_no_row_and_few_words(tmp_path, monkeypatch, capsys):
+    """And no row is written twice meanwhile: a try follows ever later, and what it tore is cut off."""
+    clock, tries = SimpleNamespace(now=0.0), []
 
+    class Full(io.FileIO):
+        def write(self, content):
+            tries.append(len(content))
+            if 100 < clock.now < 400:
+                super().write(content[:9])
+                raise OSError("no room")
+            return super().write(content)
+
+    monkeypatch.setattr(rows.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(rows, "open", lambda path, mode: Full(path, "ab"), raising=False)
     log = log_in(tmp_path)
-    for step in range(1, 5):
-        with monkeypatch.context() as patch:
-            if step == 2:
-                patch.setattr(runlog, "to_json", torn)
-            log.metrics({"step": step, "loss/train_loss": 1.0})
+    for step in range(1, 501):
+        clock.now += 1
+        log.metrics({"step": step, "loss/train_loss": 1.0})
     log.close()
-    assert steps_in(log) == [1, 2, 3, 4]
-    assert capsys.readouterr().err == "warning: the run's log could not be written: no room\n"
+    assert steps_in(log) == list(range(1, 501))
+    assert len(tries) < 220, "each step does not try"
+    said = capsys.readouterr().err
+    assert said.count("the run's log could not be written: no room") == said.count("\n") < 8
+
+
+def test_rows_in_a_bucket_are_uploaded_few_times_and_read_back_after_rollbacks(tmp_path):
+    """Against the plain way: a list, of which a rollback takes away."""
+    sent, address = [], f"memory://{tmp_path}"
+    plain = []
+    rng = random.Random(1)
+    clock = SimpleNamespace(now=0.0)
+    with mock.patch.object(rows.time, "monotonic", lambda: clock.now):
+        log = log_in(address)
+        put = log.outbox.put
+        log.outbox.put = lambda path, content: (sent.append(content or b""), put(path, content))
+        step = 0
+        while step < 3000:
+            step += 1
+            clock.now += 1
+            row = {"step": step, "loss/train_loss": rng.random(), "text": 1.0}
+            plain.append(row)
+            log.metrics(row)
+            if rng.random() < 0.02:
+                log.flush()
+            if rng.random() < 0.002:
+                step = rng.randint(max(0, step - 100), step)
+                plain = [row for row in plain if row["step"] <= step]
+                log.rewind(step)
+            if rng.random() < 0.005:
+                log.rows.flush(now=True)
+                log.outbox.settle(60)
+                assert rows.read_rows(log.folder) == plain
+        log.close()
+    assert rows.read_rows(log.folder) == plain
+    whole = len("".join(files.to_json(row) + "\n" for row in plain))
+    assert len(rows.parts_in(log.folder)) < 100 and sum(map(len, sent)) < 10 * whole
+    assert max(len(lines) for lines in (log.rows.lines, log.rows.parts)) < 20
+    copy = tmp_path / "run"  # which continues on a local disk
+    fsspec.filesystem("memory").get(f"{tmp_path}/run", str(copy), recursive=True)
+    again = log_in(tmp_path, 1000)
+    assert rows.read_rows(str(copy)) == plain[:1000] and not rows.parts_in(str(copy))
+    again.metrics({"step": 1001, "loss/train_loss": 1.0})
+    again.close()
+    assert steps_in(again) == list(range(1, 1002))
+
+
+def test_what_waits_for_a_bucket_is_bounded_and_written_when_it_answers(monkeypatch, capsys):
+    """The newest content of each file, in order; the run waits for nothing."""
+    answers, written = threading.Event(), []
+
+    def deliver(path, content):
+        if not answers.is_set():
+            raise OSError("no answer")
+        written.append((path, content))
+
+    monkeypatch.setattr(outbox, "deliver", deliver)
+    monkeypatch.setattr(outbox, "PAUSE", 0.01)
+    monkeypatch.setattr(outbox, "MOST", 100)
+    box = outbox.Outbox()
+    box.put("gs://b/samples.txt", b"old")
+    for n in range(20):
+        box.put(f"gs://b/{n}", b"0123456789")
+    box.drop("gs://b/15")
+    box.put("gs://b/samples.txt", b"new")
+    box.settle(0.1)
+    answers.set()
+    box.settle(60)
+    kept = [(f"gs://b/{n}", b"0123456789") for n in range(10, 20) if n != 15]
+    assert written == [*kept, ("gs://b/samples.txt", b"new")]
+    said = capsys.readouterr().err
+    assert said.count("could not be written (no answer); it is tried again") == 1
+    assert (
+        "is given up: too much waits" in said
+        and "as the storage does not answer: gs://b/10" in said
+    )
 
 
 def test_without_a_login_or_a_network_wandb_logs_offline(tmp_path, monkeypatch, capsys):
@@ -320,8 +421,7 @@ def test_wandb_has_the_last_value_of_each_step_after_rollbacks_and_resumes(tmp_p
     log_rows(log, (3, 4), 20.0)
     close(log)
     assert last == {1: 1.0, 2: 12.0, 3: 23.0, 4: 24.0} and ("*", "step") in axes
-    rows = [json.loads(line) for line in files.read_file(log.path("metrics.jsonl")).splitlines()]
-    assert last == {row["step"]: row[loss] for row in rows}
+    assert last == {row["step"]: row[loss] for row in rows.read_rows(log.folder)}
     out, err = capfd.readouterr()
     assert "less than" not in out + err, "no warning of a step that is logged again"
 

@@ -21,11 +21,12 @@ from matplotlib.figure import Figure
 
 import model
 import utils
-from runtime.files import check_place, read_file, read_json, write_file
+from runtime.files import check_place, read_json, write_file
 from runtime.messages import UserError, warn
 from runtime.parser import place
 from tools import common
-from training import runlog, settings, steps
+from training import settings, steps
+from training.rows import read_rows
 
 
 class Curve(NamedTuple):
@@ -55,7 +56,7 @@ def read_curve(folder):
         raise UserError(f"{folder}: is no run directory, which holds a config.json of main.py.")
     settings.check_stored(config, folder, settings.NEEDED_TO_RESUME)
     cfg = common.stored_config(config)
-    rows, _ = runlog.read_rows(read_file(os.path.join(folder, "metrics.jsonl")) or b"")
+    rows = read_rows(folder)
     evaluated = [row for row in rows if "loss/val_cross_entropy_loss" in row]
     if not evaluated:
         raise UserError(f"{folder}: its metrics.jsonl holds no evaluation yet.")

@@ -2,10 +2,10 @@
 
 import os
 
-from runtime.files import read_file, read_json
+from runtime.files import read_json
 from tools import common
 from training import settings, steps
-from training.runlog import read_rows
+from training.rows import read_rows
 
 UNKNOWN = "These weights were imported; how they were trained is not known here."
 
@@ -13,7 +13,7 @@ UNKNOWN = "These weights were imported; how they were trained is not known here.
 def model_card(run_dir, title, config, count):
     """Markdown. title: what transformers finds the model by; config: its config.json; count: of its parameters."""
     flags = read_json(run_dir, "config.json")
-    rows, _ = read_rows(read_file(os.path.join(run_dir, "metrics.jsonl")) or b"")
+    rows = read_rows(run_dir)
     newest = max(settings.checkpoint_steps(run_dir), default=0)
     rows = [row for row in rows if row["step"] <= newest]
     code = ", trust_remote_code=True" if "auto_map" in config else ""

@@ -1,16 +1,14 @@
 """Checkpoints: written in the background, kept by a policy, verified when read; damaged ones are passed over."""
 
 import contextlib
-import itertools
+import functools
 import json
 import math
 import os
-import shutil
 import tempfile
-import threading
 import time
 import zlib
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +16,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from jax import lax
+from jax.experimental import multihost_utils
 
-from runtime.files import check_run_path, filesystem, is_remote, persist, read_json
-from runtime.messages import UserError, first_line, warn
-from runtime.processes import all_of
+from runtime.files import ask, check_run_path, filesystem, is_remote, names_in, persist, read_json
+from runtime.messages import Unavailable, UserError, first_line, warn
+from runtime.processes import all_of, on_all
 
 
 @jax.jit
@@ -48,29 +47,66 @@ def stored_in_chunks(x):
     return ocp.SaveArgs(chunk_byte_size=CHUNK, shard_axes=tuple(cut))
 
 
-def meet_or_fail():
-    """Orbax's barrier for the threads that write a checkpoint, made to fail at once where a process is at another one.
+class Meeting:
+    """Barriers of the threads that write a checkpoint, as Orbax calls them, which fail at once where a process failed.
 
-    A process whose part failed goes straight to the last barriers of the save ("set_value"). With Orbax's own barrier
-    the others wait for it in an earlier one, for 20 minutes.
+    Orbax's own would have the others wait for it for 20 minutes. A process leaves word for every barrier of a save:
+    that it is there, or that it will not come. So all know, and the next save begins anew.
     """
-    client = ocp.multihost.get_jax_distributed_client()
-    rounds = itertools.count()
 
-    def barrier(*, key, timeout_ms):
-        for n in rounds:
-            client.key_value_set(f"checkpoint/{n}/{jax.process_index()}", key)
-            reached = [
-                client.blocking_key_value_get(f"checkpoint/{n}/{process}", timeout_ms)
-                for process in range(jax.process_count())
-            ]
-            elsewhere = [process for process, at in enumerate(reached) if at != key]
-            if not elsewhere:
-                return
-            if "set_value" not in key:
-                raise OSError(f"process {elsewhere[0]} failed to")
+    STAGES = 2  # barriers of a save: all have written, and the first process has committed it
 
-    return barrier
+    def __init__(self):
+        self.client = ocp.multihost.get_jax_distributed_client()
+        self.saves = 0
+        self.stage = 0  # barriers of the newest save that this process has left word for
+
+    def begin(self):
+        self.saves += 1
+        self.stage = 0
+
+    def __call__(self, *, key, timeout_ms):
+        here = f"checkpoint/{self.saves}/{self.stage}"
+        self._leave("there")
+        for process in range(jax.process_count()):
+            word = self.client.blocking_key_value_get(f"{here}/{process}", timeout_ms)
+            if word == "failed":
+                raise OSError(f"process {process} failed to")
+
+    def fail(self):
+        while self.stage < self.STAGES:
+            self._leave("failed")
+
+    def _leave(self, word):
+        here = f"checkpoint/{self.saves}/{self.stage}/{jax.process_index()}"
+        self.client.key_value_set(here, word)
+        self.stage += 1
+
+
+def place_of(folder):
+    """Orbax's class of the place where a save in `folder` grows until it is whole, made to fail at its end alone.
+
+    All threads that write the parts wait until it is there. Where making it fails, Orbax has them wait for 5 minutes,
+    and the process with them where it ends.
+    """
+    usual = ocp.path.atomicity_defaults.get_default_temporary_path_class(folder)
+
+    class Place(usual):
+        error = None
+
+        async def create(self, **settings):
+            try:
+                return await super().create(**settings)
+            except Exception as e:  # of the storage
+                self.error = e
+                return self.get()
+
+        async def finalize(self):
+            if self.error:
+                raise self.error
+            await super().finalize()
+
+    return Place
 
 
 def reader_of_one(handler):
@@ -104,11 +140,12 @@ class Unreadable(OSError):
 
 class Checkpoints:
     """The Orbax checkpoints in `folder`: written in the background, verified when read, kept as `kept` says; all stay
-    with keep None. explain(flags) -> which flags make a checkpoint that of another model, in words: {flag: value} that
-    was saved with it, or None."""
+    with keep None, and none is written. explain(flags) -> which flags make a checkpoint that of another model, in
+    words: {flag: value} that was saved with it, or None. confirm(): raises an error where this run may not write any
+    more."""
 
-    def __init__(self, folder, keep=None, every=0, explain=None):
-        self.keep, self.every, self.explain = keep, every, explain
+    def __init__(self, folder, keep=None, every=0, explain=None, confirm=lambda: None):
+        self.keep, self.every, self.explain, self.confirm = keep, every, explain, confirm
         if is_remote(folder) and not folder.startswith("gs://"):  # which Orbax cannot read
             self.copy = tempfile.TemporaryDirectory()  # removed with this object
             fs, there = filesystem(folder)
@@ -120,26 +157,48 @@ class Checkpoints:
             folder = self.copy.name
         if not is_remote(folder):
             folder = os.path.realpath(folder)
+        self.folder = epath.Path(folder)
+        self.writer = None
         if keep is not None:
             check_run_path(folder)
-        self.folder = epath.Path(folder)
-        several = jax.process_count() > 1
-        options = ocp.CheckpointManagerOptions(
-            create=keep is not None,
-            cleanup_tmp_directories=keep is not None,
-            async_options=ocp.AsyncOptions(barrier_sync_fn=meet_or_fail() if several else None),
-        )
-        self.manager = ocp.CheckpointManager(self.folder, options=options)
+            self._open_writer()
         self.watcher = ThreadPoolExecutor(1, "checkpoint")
         self.saved = None  # step of the newest checkpoint, which may still be on its way
         self.on_disk = None  # step of the newest one that is written and can be read back
         self.written = None  # future of the end of the newest save
+        self.losses = {}  # {step: validation loss or None} of checkpoints, as they are saved or read
 
-    def save(self, step, state, sequences, about, val_loss=None):
+    def _open_writer(self):
+        self.meeting = Meeting() if jax.process_count() > 1 else None
+        if jax.process_index() == 0:
+            with contextlib.suppress(UserError, OSError):  # the first save tries again
+                self.folder.mkdir(parents=True, exist_ok=True)
+                for name in self._torn():
+                    self._remove(name)
+        how = dict(
+            async_options=ocp.AsyncOptions(
+                barrier_sync_fn=self.meeting,
+                # called before a checkpoint gets its name
+                post_finalization_callback=lambda: self.confirm(),
+            ),
+            # else the training thread would ask the storage, and fail or wait with it
+            file_options=ocp.options.FileOptions(skip_sync_file_validations=True),
+            temporary_path_class=place_of(self.folder),
+        )
+        handler = ocp.CompositeCheckpointHandler(composite_options=ocp.CompositeOptions(**how))
+        self.writer = ocp.AsyncCheckpointer(handler, **how)
+
+    def save(self, step, state, sequences, about, val_loss=None, patience=None):
         """Begin to write the state at `step`, after `sequences` sequences, with {name: value} `about` beside it. Where
-        that fails, now or in the background, a warning is printed, and after `finish` `saved` is not `step`."""
+        that fails, now or in the background, a warning is printed, and after `finish` `saved` is not `step`. So it is
+        where the save before is not done within `patience` seconds; None: however long that takes."""
         if step == self.saved:
             return
+        if self.written and patience is not None:
+            wait([self.written], patience)
+            if not all_of(self.written.done()):
+                warn(f"no checkpoint of step {step}: the one before is still being written")
+                return
         self.finish()
         meta = dict(about, step=step, sequences=sequences, val_loss=val_loss)
         meta["fingerprint"] = np.asarray(fingerprint(state)).tolist()
@@ -147,26 +206,39 @@ class Checkpoints:
         storage = jax.tree.map(stored_in_chunks, state)
         state = ocp.args.StandardSave(state, storage)
         args = ocp.args.Composite(state=state, meta=ocp.args.JsonSave(meta))
-        self.manager.save(step, args=args, force=True)
-        self.saved = step
-        self.written = self.watcher.submit(self._watch, step)
-
-    def _watch(self, step):
-        """Wait until the save of `step` has ended, and remove what need not stay, or what a failed one left."""
+        if self.meeting:
+            self.meeting.begin()
+        error = None
         try:
-            self.manager.wait_until_finished()
+            self.writer.save(self.folder / str(step), args=args)
+        except Exception as e:  # of the storage: what is copied from the devices is in memory
+            error = e
+        self.saved = step
+        self.written = self.watcher.submit(self._watch, step, val_loss, error)
+
+    def _watch(self, step, val_loss, error):
+        """Wait until the save of `step` has ended, and remove what need not stay, or what a failed one left. error:
+        with which it could not even begin, or None."""
+        try:
+            if error:
+                raise error
+            self.writer.wait_until_finished()
             if jax.process_index() == 0:
                 self._read_back(step)
             self.on_disk = step
+            self.losses[step] = val_loss
             if jax.process_index() == 0:
                 with contextlib.suppress(Exception):  # as below; the next save tries again
                     self._remove_old_ones()
         except Exception as e:  # whatever the storage makes the libraries raise
+            if self.meeting:
+                self.meeting.fail()
             warn(
                 f"checkpoint {step} could not be written ({first_line(e)}); the older ones stay, and the next save "
                 f"tries again"
             )
-            self._clean_up(step, is_unreadable=isinstance(e, Unreadable))
+            if jax.process_index() == 0:
+                self._clean_up(step, is_unreadable=isinstance(e, Unreadable))
 
     def _read_back(self, step):
         """Raises an error where a checkpoint cannot be opened again: all that describes its arrays, not their numbers.
@@ -178,49 +250,77 @@ class Checkpoints:
             raise Unreadable("its arrays cannot be read back")
 
     def _remove_old_ones(self):
-        self.manager.reload()
-        losses = dict.fromkeys(self.steps())
-        for step in losses:
-            with contextlib.suppress(UserError):  # it is damaged
-                losses[step] = self.meta(step)["val_loss"]
-        for step in losses.keys() - kept(losses, self.keep, self.every):
-            (self.folder / str(step)).rmtree()
+        """Raises Unavailable, before anything is removed, where the storage does not tell how good one is."""
+        self.confirm()
+        losses = {step: self._val_loss(step) for step in self._list()}
+        gone = losses.keys() - kept(losses, self.keep, self.every)
+        for name in (*map(str, gone), *self._torn()):  # no other save is on its way
+            self._remove(name)
+
+    def _val_loss(self, step):
+        """Validation loss of a checkpoint; None where none was measured, or it is damaged. Raises Unavailable."""
+        if step not in self.losses:
+            try:
+                self.losses[step] = self.meta(step)["val_loss"]
+            except Unavailable:
+                raise
+            except UserError:
+                self.losses[step] = None
+        return self.losses[step]
 
     def _clean_up(self, step, is_unreadable):
-        """Remove what a failed save of `step` left, once all threads that wrote it have ended. A whole checkpoint goes
+        """Remove what a failed save of `step` left: a full disk has room for the next one then. A whole checkpoint goes
         only where it is unreadable: it may be sound where the storage did not answer."""
-        for thread in threading.enumerate():
-            if thread.name == "async_save":  # Orbax's; it may fail after another one
-                thread.join()
-        with contextlib.suppress(Exception):
-            self.manager.check_for_errors()  # or the next save would raise its error
-        torn = f"{self.folder / str(step)}{ocp.path.step.TMP_DIR_SUFFIX}"
-        if is_unreadable:
-            with contextlib.suppress(Exception):  # as above
-                (self.folder / str(step)).rmtree()
-        for _ in range(10 if jax.process_index() == 0 else 0):
-            shutil.rmtree(torn, ignore_errors=True)
-            time.sleep(0.5)  # a part of it may still be on its way
-            if not os.path.exists(torn):
-                break
+        with contextlib.suppress(Exception):  # as above
+            if is_unreadable:
+                self._remove(str(step))
+            for _ in range(0 if is_remote(str(self.folder)) else 10):
+                time.sleep(0.5)  # another process's part of it may still be on its way
+                torn = self._torn()
+                for name in torn:
+                    self._remove(name)
+                if not torn:
+                    break
+
+    def _remove(self, name):
+        folder = str(self.folder / name)
+        with contextlib.suppress(FileNotFoundError):
+            ask(folder, "rm", recursive=True)
 
     def finish(self):
         """Wait until the newest save is written, or has failed, on all processes."""
         if self.written:
             self.written.result()
-            with contextlib.suppress(Exception):  # Orbax raises it once in each thread that asks
-                self.manager.wait_until_finished()
-            on_all = all_of(self.on_disk == self.saved)  # nobody looks before it is done
-            self.manager.reload()
-            if not on_all or self.saved not in self.steps():
-                sound = [step for step in self.steps() if step != self.saved]
-                self.on_disk = max(sound, default=None)
+            if not all_of(self.on_disk == self.saved):
+                self.losses.pop(self.saved, None)
+                if self.on_disk == self.saved:  # as this process alone believes
+                    self.on_disk = None
                 self.saved = None
         self.written = None
 
     def steps(self):
-        """Steps of all checkpoints, the newest first."""
-        return sorted(self.manager.all_steps(), reverse=True)
+        """Steps of all checkpoints, the newest first: what process 0 finds. Raises UserError on all processes."""
+        most = 1000  # of all processes the same shape
+        found = on_all(lambda: self._list()[:most] if jax.process_index() == 0 else [])
+        shared = np.full(most, -1, np.int64)
+        shared[: len(found)] = found
+        if jax.process_count() > 1:
+            shared = multihost_utils.broadcast_one_to_all(shared)
+        return [int(step) for step in shared if step >= 0]
+
+    def _list(self):
+        names = set(names_in(str(self.folder))) - {*self._torn()}
+        return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
+
+    def _torn(self):
+        """Names of what saves left that were not completed."""
+        names = names_in(str(self.folder))
+        torn = [name for name in names if ocp.path.step.TMP_DIR_SUFFIX in name]
+        if is_remote(str(self.folder)):  # nothing is renamed there: a last object tells of all
+            steps = [name for name in names if name.isdecimal()]
+            ends = [f"{self.folder}/{name}/commit_success.txt" for name in steps]
+            torn += [name for name, end in zip(steps, ends) if not ask(end, "exists")]
+        return torn
 
     def meta(self, step):
         """What `save` wrote beside the state. Raises UserError where it is damaged."""
@@ -234,27 +334,40 @@ class Checkpoints:
         checkpoints-damaged, with a warning. Raises UserError where none is sound. With `before` only earlier steps
         count, multiples of `multiple` first, and all later ones are deleted."""
         self.finish()
-        earlier = [step for step in self.steps() if step < before]
+        there = self.steps()
+        earlier = [step for step in there if step < before]
         steps = sorted(earlier, key=lambda step: (step % multiple == 0, step), reverse=True)
         found, damaged = self._newest_sound(ocp.args.StandardRestore(abstract), steps)
         step = found[1]["step"] if found else None
+        later = [n for n in there if n > (step or 0) and n not in damaged and before < math.inf]
+        moved = ""
+        if damaged or later:
+            make_way = functools.partial(self._make_way, later, damaged)
+            moved = on_all(make_way if jax.process_index() == 0 else lambda: "")
         if damaged:
-            aside = self.folder.parent / f"{self.folder.name}-damaged"
-            if jax.process_index() == 0:
-                aside.mkdir(parents=True, exist_ok=True)
-                for n in damaged:
-                    (self.folder / str(n)).rename(aside / f"{n}-{time.time_ns()}")
-            all_of(True)  # nobody looks before it is done
-            self.manager.reload()
             warn(
                 f"resuming from checkpoint {step}; the steps from {step + 1} to {damaged[0]} were lost and are run "
-                f"again, the damaged checkpoints are moved to {aside}"
+                f"again{moved}"
             )
         self.saved = self.on_disk = step
-        for later in self.steps() if before < math.inf else []:
-            if later > (step or 0):
-                self.manager.delete(later)
         return found
+
+    def _make_way(self, later, damaged):
+        """Remove the checkpoints `later`, and move damaged ones out of the way of the next saves; says where to. Raises
+        UserError."""
+        self.confirm()
+        for n in later:
+            self._remove(str(n))
+        if not damaged:
+            return ""
+        aside = self.folder.parent / f"{self.folder.name}-damaged"
+        try:
+            aside.mkdir(parents=True, exist_ok=True)
+            for n in damaged:
+                (self.folder / str(n)).rename(aside / f"{n}-{time.time_ns()}")
+        except Exception as e:  # whatever the storage makes the libraries raise
+            return f", the damaged checkpoints stay where they are ({first_line(e)})"
+        return f", the damaged checkpoints are moved to {aside}"
 
     def restore_params(self, abstract):
         """Parameters alone of the newest sound checkpoint, as `abstract`. Raises UserError where there is none."""
@@ -290,16 +403,8 @@ class Checkpoints:
 
     def _read(self, reader, step, args):
         """((what `args` read of one checkpoint, its meta), "") where all processes find it sound, else (None, why it is
-        not). Raises UserError where it is of another model."""
-        reason = other = ""
-        try:
-            meta = self.meta(step)
-            other = self.explain and self.explain(meta.get("config"))
-            if not other:
-                composite = ocp.args.Composite(state=args)
-                state = reader.restore(self.folder / str(step), args=composite).state
-        except Exception as e:  # whatever a damaged file makes the libraries raise
-            reason = first_line(e)
+        not). Raises UserError where it is of another model, Unavailable where a process's storage does not answer."""
+        found, reason, other = on_all(lambda: self._read_here(reader, step, args))
         if not all_of(not reason):
             return None, reason or "as another process found"
         if other:
@@ -307,13 +412,37 @@ class Checkpoints:
                 f"{self.folder}: checkpoint {step} is of a model with other flags ({other}); give the values it had, "
                 f"or another --name."
             )
+        state, meta = found
         here = np.asarray(fingerprint(state)).tolist()
         if here != meta["fingerprint"][: len(here)]:  # parameters are a state's first leaves
             return None, "its contents are not those that were saved"
-        return (state, meta), ""
+        return found, ""
+
+    def _read_here(self, reader, step, args):
+        """((what `args` read, its meta) or None, why it cannot be read or "", which other model it is of or "") of a
+        checkpoint on this process. Raises Unavailable.
+
+        An error tells not whether the checkpoint is damaged or the storage was not there for a moment. So remote ones
+        are read again once the storage answers, three times in all.
+        """
+        folder = str(self.folder / str(step))
+        for _ in range(3 if is_remote(folder) else 1):
+            try:
+                meta = self.meta(step)
+                other = self.explain and self.explain(meta.get("config"))
+                if other:
+                    return None, "", other
+                composite = ocp.args.Composite(state=args)
+                state = reader.restore(self.folder / str(step), args=composite).state
+                return (state, meta), "", ""
+            except Exception as e:  # whatever a damaged file makes the libraries raise
+                reason = first_line(e)
+                names_in(folder)
+        return None, reason, ""
 
     def close(self):
         """As `finish`, for good."""
         self.finish()
         self.watcher.shutdown()
-        self.manager.close()
+        if self.writer:
+            self.writer.close()

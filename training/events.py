@@ -3,7 +3,7 @@
 import io
 import time
 
-from runtime.files import is_remote, names_in, write_file
+from runtime.files import is_remote, names_in
 from runtime.messages import UserError
 
 try:
@@ -15,22 +15,27 @@ except ImportError as e:
     raise UserError(f"--tensorboard: {missing}; bash setup_tpu.sh tensorboard adds it.") from None
 
 BEGINNING = "events.out.tfevents."  # so begin the names of files that TensorBoard reads
+LARGE = 1 << 20  # bytes from which a file in a bucket stays as it is
 
 
 class EventFile:
     """A scalar for each number of a row. A run that resumes begins another file. An object in a bucket cannot be
-    appended to: `upload` writes all of it."""
+    appended to: `upload` writes all of it, and begins another one when it is large."""
 
-    def __init__(self, folder, rows):
-        """rows: those of metrics.jsonl so far, which are added where no file before has them."""
+    def __init__(self, folder, rows, outbox):
+        """rows: those of metrics.jsonl so far, which are added where no file before has them. outbox: an `Outbox`."""
         self.folder = folder
+        self.outbox = outbox
         if any(name.startswith(BEGINNING) for name in names_in(folder)):
             rows = rows[-1:]
-        self.path = f"{folder}/{BEGINNING}{time.time_ns()}"
-        self.file = io.BytesIO() if is_remote(folder) else open(self.path, "wb")
+        self.begin_file()
+        self.restart(rows)
+
+    def begin_file(self):
+        self.path = f"{self.folder}/{BEGINNING}{time.time_ns()}"
+        self.file = io.BytesIO() if is_remote(self.folder) else open(self.path, "wb")
         self.records = RecordWriter(self.file)
         self.write(Event(file_version="brain.Event:2"))
-        self.restart(rows)
 
     def restart(self, rows):
         """Have TensorBoard forget what it has read from the first of these rows on, and add them."""
@@ -52,9 +57,12 @@ class EventFile:
         self.write(Event(step=step, summary=Summary(value=values)))
 
     def upload(self):
-        """Write all rows so far, to a bucket."""
+        """Write the rows so far, to a bucket."""
         if is_remote(self.folder):
-            write_file(self.path, self.file.getvalue())
+            content = self.file.getvalue()
+            self.outbox.put(self.path, content)
+            if len(content) > LARGE:
+                self.begin_file()
 
     def close(self):
         self.upload()

@@ -13,8 +13,8 @@ import utils
 from collectives import count_slices
 from runtime.files import write_file, write_json
 from runtime.messages import say
+from runtime.outbox import attempt
 from training import settings
-from training.runlog import attempt
 
 FOLDER = "plugins/profile"  # of a run directory: where TensorBoard and xprof look
 FAILED = "--profile: no trace is written"

@@ -52,10 +52,11 @@ class RunCheckpoints(Checkpoints):
         state, meta = found
         return self.to_running(state), meta
 
-    def save_running(self, step, sequences, state, bad_steps, val_loss=None):
-        """Begin to write the state. bad_steps: the `BadSteps` of the run; val_loss: of the evaluation at this step."""
+    def save_running(self, step, sequences, state, bad_steps, val_loss=None, patience=None):
+        """Begin to write the state. bad_steps: the `BadSteps` of the run; val_loss: of the evaluation at this step;
+        patience: of `save`."""
         about = self.about | dict(faults=bad_steps.state())
-        self.save(step, self.to_stored(state), sequences, about, val_loss)
+        self.save(step, self.to_stored(state), sequences, about, val_loss, patience)
 
     def not_saved(self, step):
         """The steps up to `step` that are in no checkpoint yet, in words."""

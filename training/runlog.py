@@ -1,7 +1,6 @@
 """What a run says of its progress and leaves behind beside its checkpoints: metrics, samples and how it ended."""
 
 import contextlib
-import json
 import math
 import os
 import re
@@ -14,7 +13,13 @@ from tqdm import tqdm
 
 from runtime.files import is_remote, read_file, to_json, write_file
 from runtime.messages import UserError, first_line, say, warn
+from runtime.outbox import Outbox, attempt
+from training import rows
 from utils import flatten
+
+UNWRITTEN = "the run's log could not be written"
+MOST_BEHIND = 20_000  # calls that wait for TensorBoard and wandb, which may take seconds for one
+LAST = 120  # seconds that a run's end waits for a bucket
 
 
 def duration(seconds):
@@ -80,35 +85,12 @@ class Progress:
 SAMPLES = re.compile(r"^=== step (\d{1,15})\n(.*?)(?=^=== step |\Z)", re.MULTILINE | re.DOTALL)
 
 
-def row_of(line):
-    """The row in a line of metrics.jsonl, {name: number}, or None where it is damaged."""
-    try:
-        row = {key: math.nan if v is None else v for key, v in json.loads(line).items()}
-    except (ValueError, AttributeError, RecursionError):
-        return None
-    for value in row.values():
-        if not isinstance(value, int | float) or abs(value) > 1e300:
-            return None
-    step = row.get("step", 0)
-    # not by range, which takes minutes to find that it has no 5.5
-    if "loss/train_loss" not in row or step % 1 or not 0 < step < 2**31:
-        return None
-    return row
-
-
-def read_rows(content):
-    """(rows of metrics.jsonl, by step; whether anything else is in it but a last line that a kill tore)."""
-    found = [row_of(line) for line in content.splitlines()]
-    rows = {row["step"]: row for row in found if row}
-    return [rows[step] for step in sorted(rows)], not all(found[:-1])
-
-
-def end_of(folder, rows):
-    """The last of a run's rows once more, as it was when the run had saved all steps and ended; None where it has not
-    ended so."""
+def end_of(folder, found):
+    """The last of a run's rows, `found`, once more, as it was when the run had saved all steps and ended; None where it
+    has not ended so."""
     with contextlib.suppress(UserError):  # somebody damaged it
-        end = row_of(read_file(os.path.join(folder, "ended.json")) or b"")
-        last = rows[-1] if rows else {}
+        end = rows.row_of(read_file(os.path.join(folder, "ended.json")) or b"")
+        last = found[-1] if found else {}
         if (
             end
             and end["step"] == last.get("step")
@@ -120,101 +102,129 @@ def end_of(folder, rows):
 class NoLog:
     """The log of a process that writes none: every call does nothing."""
 
-    found = history = ()
-    end = None
+    def begin(self, step):
+        return [], None
+
+    def rows_so_far(self):
+        return []
 
     def __getattr__(self, name):
-        return lambda *_: None
+        return lambda *_, **__: None
 
 
 class RunLog:
-    """metrics.jsonl, samples.txt and, on request, TensorBoard's event file and wandb.
+    """metrics.jsonl, samples.txt, config.json, plan.json and, on request, TensorBoard's event file and wandb.
 
-    A row is appended to a local metrics.jsonl at once; in a bucket `flush` writes all of them. A thread passes rows on
-    to TensorBoard and wandb, which may take seconds. No failure to write ends the run.
+    Files in a bucket are written by a thread, another one passes rows on to TensorBoard and wandb: the run waits for
+    neither, and no failure to write ends it.
     """
 
-    def __init__(self, cfg, start_step):
+    def __init__(self, cfg):
+        self.cfg = cfg
         self.folder = cfg.run.folder
+        self.outbox = Outbox()
+        if is_remote(self.folder):
+            self.rows = rows.BucketRows(self.folder, self.outbox)
+        else:
+            self.rows = rows.LocalRows(self.folder)
+        self.last = {}  # the newest row
         self.events = None
         self.wandb = None
         self.worker = ThreadPoolExecutor(1)  # of TensorBoard and wandb
-        self.found = self._read_history(start_step)  # rows of metrics.jsonl, also of later steps
-        self.end = end_of(self.folder, self.found)
-        self.history = self.found
-        self.complete = True  # whether that file has them all
-        kept = (read_file(self.path("samples.txt")) or b"").decode(errors="replace")
-        self.samples = {int(step): text for step, text in SAMPLES.findall(kept)}
-        self._forget(start_step)  # what came after the checkpoint will be written again
-        if cfg.run.tensorboard:
+        self.behind = 0  # calls that wait for it
+
+    def begin(self, step):
+        """Begin to log the steps after `step`. Returns the rows that were there, also of later steps, and `end_of`
+        them. Raises UserError where they cannot be read."""
+        found, damaged = self._read_rows(step)
+        kept = [row for row in found if row["step"] <= step]
+        if damaged or not is_remote(self.folder):
+            self.rows.replace(kept)
+        else:
+            self.rows.rewind(step)
+        texts = (read_file(self.path("samples.txt")) or b"").decode(errors="replace")
+        self.samples = {int(n): text for n, text in SAMPLES.findall(texts) if int(n) <= step}
+        if self.cfg.run.tensorboard:
             from training import events  # here: it imports tensorboard
 
-            self.events = events.EventFile(self.folder, self.history)
-        if cfg.run.wandb:
-            self._later(lambda: self._begin_wandb(cfg))
+            self.events = events.EventFile(self.folder, kept, self.outbox)
+        if self.cfg.run.wandb:
+            self._later(self._begin_wandb)
+        return found, end_of(self.folder, found)
 
     def path(self, name):
         return os.path.join(self.folder, name)
 
+    def write(self, name, content):
+        """Write an object as a JSON file of the run."""
+        self.outbox.put(self.path(name), to_json(content, indent=1) + "\n")
+
     def metrics(self, row):
         """Record one step: {"step": int, name: number, ...}."""
-        self.history.append(row)
+        self.last = row
+        self.rows.add(row)
         self._later(lambda: self._report(row))
-        if is_remote(self.folder):
-            self.complete = False
-        elif self.complete:
-            self.complete = attempt(lambda: self._append(row))
-        else:  # the row before may be torn, on a disk that was full
-            self.flush()
 
     def text(self, step, texts):
         """Record the samples drawn at `step`."""
-        rows = [f"--- {i}\n{text}\n" for i, text in enumerate(texts)]
-        self.samples[step] = "".join(rows)
-        whole = "".join(f"=== step {n}\n{text}" for n, text in self.samples.items())
-        attempt(lambda: write_file(self.path("samples.txt"), whole))
+        parts = [f"--- {i}\n{text}\n" for i, text in enumerate(texts)]
+        self.samples[step] = "".join(parts)
+        self._write_samples()
+
+    def rows_so_far(self):
+        """Rows that can be read; none where the storage does not answer."""
+        try:
+            return rows.read_rows(self.folder)
+        except UserError:
+            return []
 
     def rewind(self, step):
         """Forget what came after `step`, to which the run rolls back."""
-        self._forget(step)
+        attempt(lambda: self.rows.rewind(step), UNWRITTEN)
+        self.samples = {n: text for n, text in self.samples.items() if n <= step}
+        self._write_samples()
         if self.events:
-            last = self.history[-1:]
-            self._later(lambda: self.events.restart(last))
+            before = [row for row in self.rows_so_far() if row["step"] == step]
+            self._later(lambda: self.events.restart(before))
 
-    def flush(self):
-        """Have metrics.jsonl hold all rows so far: a kill would lose those that a checkpoint is ahead of."""
-        if not self.complete:
-            rows = "".join(to_json(row) + "\n" for row in self.history)
-            self.complete = attempt(lambda: write_file(self.path("metrics.jsonl"), rows))
+    def flush(self, now=False):
+        """Write the rows so far: a kill would lose those that a checkpoint is ahead of. now: the run stops."""
+        self.rows.flush(now)
         if self.events:
             self._later(self.events.upload)
 
     def close(self):
-        """Wait until everything is written."""
-        self.flush()
+        """Wait until everything is written, but not for a storage that does not answer."""
+        self.flush(now=True)
         self.worker.shutdown(wait=True)
         if self.events:
-            attempt(self.events.close)
+            attempt(self.events.close, UNWRITTEN)
         if self.wandb:
-            attempt(self.wandb.finish)
+            attempt(self.wandb.finish, UNWRITTEN)
+        self.outbox.settle(LAST)
 
     def ended(self, spent):
         """Record that all steps are saved and the run ends. spent: `Goodput.row` of now."""
-        last = to_json(self.history[-1] | spent)
-        attempt(lambda: write_file(self.path("ended.json"), last))
+        self.outbox.put(self.path("ended.json"), to_json(self.last | spent))
+        self.outbox.settle(LAST)
 
-    def _forget(self, step):
-        self.history = [row for row in self.history if row["step"] <= step]
-        self.samples = {n: text for n, text in self.samples.items() if n <= step}
-        self.complete = False
-        self.flush()
+    def _write_samples(self):
+        whole = "".join(f"=== step {n}\n{text}" for n, text in self.samples.items())
+        self.outbox.put(self.path("samples.txt"), whole)
 
     def _later(self, work):
-        self.worker.submit(attempt, work)
+        """Have the worker do something, unless it is far behind."""
+        if self.behind == MOST_BEHIND:
+            warn("TensorBoard or wandb does not keep up with the run: rows are left out there")
+        if self.behind > MOST_BEHIND:
+            return
+        self.behind += 1
 
-    def _append(self, row):
-        with open(self.path("metrics.jsonl"), "a") as f:
-            f.write(to_json(row) + "\n")
+        def done():
+            attempt(work, UNWRITTEN)
+            self.behind -= 1
+
+        self.worker.submit(done)
 
     def _report(self, row):
         """Pass a row to TensorBoard and wandb."""
@@ -223,24 +233,25 @@ class RunLog:
         if self.wandb:
             self.wandb.log(row)
 
-    def _read_history(self, step):
-        """The rows. What a damaged metrics.jsonl holds is kept beside it, with a warning of the rows up to `step`."""
-        path = self.path("metrics.jsonl")
-        content = read_file(path) or b""
-        found, is_damaged = read_rows(content)
+    def _read_rows(self, step):
+        """(the rows that are there, whether some are damaged). What damaged files hold is kept beside them, with a
+        warning of the rows up to `step`."""
+        parts = rows.contents(self.folder)
+        found, is_damaged = rows.join(parts)  # a killed run leaves rows of the next steps behind
         if is_damaged:
-            rows = [row for row in found if row["step"] <= step]
+            path = self.path(rows.NAME)
             n = 1
             while read_file(f"{path}.damaged-{n}") is not None:
                 n += 1
-            write_file(f"{path}.damaged-{n}", content)
+            write_file(f"{path}.damaged-{n}", b"".join(content for _, content in parts))
+            kept = sum(row["step"] <= step for row in found)
             say(
-                f"warning: {path} is damaged: it keeps the {len(rows)} rows up to step {step} that can be read, and "
+                f"warning: {path} is damaged: it keeps the {kept} rows up to step {step} that can be read, and "
                 f"what it held is saved in {path}.damaged-{n}"
             )
-        return found  # a killed run leaves rows of the next steps behind
+        return found, is_damaged
 
-    def _begin_wandb(self, cfg):
+    def _begin_wandb(self):
         """Begin wandb's run: offline where nobody is logged in, or its server is not reached in half a minute."""
         import wandb
 
@@ -252,9 +263,9 @@ class RunLog:
         about = dict(
             project=os.environ.get("WANDB_PROJECT", "moe-pretraining"),
             id=run_id,
-            name=cfg.run.name,
+            name=self.cfg.run.name,
             dir=self.folder,
-            config=flatten(cfg),
+            config=flatten(self.cfg),
         )
         seconds = dict(init_timeout=30, login_timeout=30, finish_timeout=600)
         limits = wandb.Settings(finish_timeout_raises=False, **seconds)
@@ -269,13 +280,3 @@ class RunLog:
         wandb.define_metric("step", hidden=True)
         wandb.define_metric("*", step_metric="step")
         self.wandb = wandb
-
-
-def attempt(work, what="the run's log could not be written"):
-    """Call work(); whether it went well. A failure is printed as a warning, which begins with `what`."""
-    try:
-        work()
-    except Exception as e:  # training continues without TensorBoard, wandb or a profile
-        warn(f"{what}: {first_line(e)}")
-        return False
-    return True
