@@ -382,20 +382,30 @@ def named_tokenizers(monkeypatch):
 
 
 class Faulty(BaseHTTPRequestHandler):
-    """Of a proxy to the server at port `behind`: it answers every third request with 503, `most` times."""
+    """Of a proxy to the server at port `behind`. Its `fault()` says what is wrong with a request: a status that is
+    answered instead, "reset", "half" of the answer, "late": done behind, without an answer; or nothing."""
 
     protocol_version = "HTTP/1.1"  # clients wait for its "100 Continue"
 
+    def handle(self):
+        with contextlib.suppress(OSError):  # the client has gone
+            super().handle()
+
     def answer(self):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        status, headers, content = 503, [], b""
-        if next(self.server.requests) % 3 or self.server.failed >= self.server.most:
+        fault = self.server.fault()
+        self.server.failed += fault is not None
+        if fault == "reset":
+            return self.hang_up()
+        if isinstance(fault, int):
+            status, headers, content = fault, [], b""
+        else:
             connection = HTTPConnection("127.0.0.1", self.server.behind)
             connection.request(self.command, self.path, body, dict(self.headers))
             response = connection.getresponse()
             status, headers, content = response.status, response.getheaders(), response.read()
-        else:
-            self.server.failed += 1
+        if fault == "late":
+            return self.hang_up()
         self.send_response_only(status)
         for name, value in headers:
             if name.lower() not in ("transfer-encoding", "content-length", "connection"):
@@ -403,9 +413,27 @@ class Faulty(BaseHTTPRequestHandler):
         length = dict(headers).get("Content-Length") if self.command == "HEAD" else None
         self.send_header("Content-Length", length or str(len(content)))
         self.end_headers()
+        if fault == "half" and content:
+            self.wfile.write(content[: len(content) // 2])
+            return self.hang_up()
         self.wfile.write(content)
 
+    def hang_up(self):
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+        self.close_connection = True
+
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = do_PATCH = answer
+
+
+def every_third(proxy):
+    """A `fault` of the proxy: every third request is answered with 503, `proxy.most` times."""
+    requests = itertools.count(1)
+
+    def fault():
+        return 503 if next(requests) % 3 == 0 and proxy.failed < proxy.most else None
+
+    return fault
 
 
 @pytest.fixture(params=["gs", "s3"])
@@ -421,7 +449,8 @@ def bucket(request, monkeypatch):
     try:
         wait_for(lambda: listens("127.0.0.1", port))
         proxy, url = ThreadingHTTPServer(("127.0.0.1", 0), Faulty), f"http://127.0.0.1:{port}"
-        proxy.behind, proxy.requests, proxy.failed, proxy.most = port, itertools.count(1), 0, 9**9
+        proxy.behind, proxy.failed, proxy.most = port, 0, 9**9
+        proxy.fault = every_third(proxy)
         threading.Thread(target=proxy.serve_forever, daemon=True).start()
         faulty = f"http://127.0.0.1:{proxy.server_port}"
         for name in ("STORAGE_EMULATOR_HOST", "TENSORSTORE_GCS_HTTP_URL", "AWS_ENDPOINT_URL"):

@@ -15,13 +15,14 @@ from conftest import ROOT, SMALL_GPT2, flags_of, given, refusal, small_config, w
 import main
 from inference import weights
 from training import meter, steps
+from training.rows import read_rows
 
 TINY = {**SMALL_GPT2, "blocks": 1, "model_dimension": 16, "ffn_dim": 32, "T": 16}
 
 
 def metrics_of(run):
-    """Rows of metrics.jsonl without the keys that are times."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    """Rows of a run without the keys that are times."""
+    rows = read_rows(str(run))
     times = {"tokens_per_second", "data/wait", "time", "goodput", "resumed"}
     times |= {f"seconds/{part}" for part in meter.PARTS}
     return [{key: row[key] for key in row.keys() - times} for row in rows]

@@ -10,11 +10,12 @@ from conftest import SMALL, describe, refusal, small_config, tokenize_tests
 from test_resume import TINY, assert_bitwise, checkpoint_of, metrics_of
 
 import dataset
+import main
 import presets
 import utils
 from data import output, storage
 from inference import weights
-from runtime import files
+from runtime import files, outbox, processes
 from tools import checkpoints, common, compare, evaluate, hf, sample
 from training import settings, steps
 from training.checkpointing import Checkpoints
@@ -256,6 +257,50 @@ def test_a_run_in_a_bucket_is_used_as_a_local_one(
     begin = flags | dict(data=address, training_steps=1)
     assert train(**begin, name="weights", init_from=f"{runs}/run") == 0
     assert "warning" not in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    return {}  # {directory of a run without faults}, made once
+
+
+@pytest.mark.parametrize("bucket", ["gs"], indirect=True)
+@pytest.mark.parametrize("fault", [401, 503, "half", "late"])
+def test_an_outage_while_a_run_trains_costs_nothing_but_checkpoints(
+    fault, bucket, train, tmp_path, monkeypatch, capfd, undisturbed
+):
+    """It begins with a save and lasts over two more. The run waits for no storage in it, and ends with the bits and
+    rows of a run on a local disk."""
+    address, fs, proxy = bucket
+    proxy.fault = lambda: None
+    begin = processes.Watchdog.begin
+
+    def outage(watchdog, name, step):
+        if (name, step) == ("checkpoint", 4):
+            proxy.fault = lambda: fault
+        if (name, step) == ("training", 9):
+            proxy.fault = lambda: None
+        begin(watchdog, name, step)
+
+    flags = TINY | dict(training_steps=12, save_steps=2, eval_every=3, keep_checkpoints=3)
+    monkeypatch.setattr(main, "PATIENCE", 0.5)
+    monkeypatch.setattr(outbox, "PAUSE", 0.1)
+    if not undisturbed:
+        assert train(**flags) == 0
+        undisturbed["run"] = tmp_path / "runs/run"
+    monkeypatch.setattr(processes.Watchdog, "begin", outage)
+    run = f"gs://bucket/{fault}"
+    assert train(**flags, output_dir=run) == 0
+    said = capfd.readouterr()
+    assert proxy.failed and "warning: " in said.err and "Traceback" not in said.err + said.out
+    fs.invalidate_cache()
+    copy = tmp_path / "copy"
+    fs.get(run, str(copy), recursive=True)
+    (folder,) = copy.rglob("config.json")
+    assert "12" in os.listdir(folder.parent / "checkpoints")
+    assert_bitwise(*(checkpoint_of(run, 12) for run in (folder.parent, undisturbed["run"])))
+    assert metrics_of(folder.parent) == metrics_of(undisturbed["run"])
+    assert len(fs.ls(f"{run}/run/metrics")) < 9 and fs.exists(f"{run}/run/ended.json")
 
 
 @pytest.mark.parametrize("limit", [0, 8192])
