@@ -18,7 +18,8 @@ depends on devices, data or weights is checked when main.py starts; so is everyt
   --sync         send the files as they are here, not COMMIT; ignored files and run directories are not sent
   --restart      end the run that is there first, with a checkpoint
   --max_restarts N  each host starts main.py again, up to N times, after a crash, a lost peer or a preemption
-  --status       what each host does, with the last telling line of its log
+  --status       what each host does, with the last telling line of its log; FAILED, and an exit status of 1, where a
+                 run ended neither well nor by a signal
   --logs [HOST]  the last 100 lines of every host's log, or of one's
   --logs -f [HOST]  the same, and new lines as they are written, each after its host's name; Ctrl-C ends it
   --stop         SIGTERM: all write one checkpoint and end; what still runs after STOP_TIMEOUT is ended by SIGKILL, and
@@ -76,6 +77,10 @@ take_back() {
   done
 }
 
+# is_bad LINE: whether a line of `run.sh --state` tells of a run that neither ended well nor was stopped by a signal,
+# whose statuses are 128 + HUP, INT, USR1, USR2, TERM or XCPU: then it has saved all.
+is_bad() { [[ $1 == @("ended with status "*|"was killed"*) && $1 != "ended with status "@(0|129|130|138|140|143|152)* ]]; }
+
 # on_all TITLE STEP WORD...: run `run.sh STEP HOST WORD...` for all hosts at once and print a table of the results. Sets
 # `failed` to the hosts that failed. With FIRST=1 it returns as soon as one fails. Returns 137 where all that failed is
 # that runs had to be ended by SIGKILL.
@@ -98,6 +103,8 @@ on_all() {
       words[$i]=FAILED
       if ((status == 137 && result != 1)); then result=137; else result=1; fi
       if ((status == 137)); then words[$i]=KILLED; fi
+    elif [[ $step == --state ]] && is_bad "$(tail -n 1 "$tmp/$i")"; then
+      words[$i]=FAILED result=1
     fi
     [[ -z ${FIRST:-} || ${#failed[@]} == 0 ]] || break
   done

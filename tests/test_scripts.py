@@ -416,6 +416,27 @@ def test_status_shows_the_last_line_that_means_something(tmp_path):
         assert shown.startswith(f"ended with status 3{end}"), log
 
 
+def test_status_fails_where_a_run_ended_neither_well_nor_by_a_signal(repository):
+    (repository.root / "run.sh").write_text('cat "$2"\n')
+    states = {
+        "starting: 11:26:35 mesh": "ok",
+        "running: error: of the life before": "ok",
+        "ended with status 0: 11:26:35 done": "ok",
+        "ended with status 143: 11:26:35 stopped": "ok",
+        "ended with status 129": "ok",
+        "ended with status 1: Traceback": "FAILED",
+        "ended with status 2: error: --data": "FAILED",
+        "ended with status 75: error: another process": "FAILED",
+        "ended with status 137": "FAILED",
+        "was killed, or its host restarted": "FAILED",
+    }
+    for state, word in states.items():
+        (repository.root / "host").write_text(f"{state}\n")
+        done = repository.launch("--status", HOSTS="host")
+        assert done.stdout.splitlines()[1].split() == [word, "host", *state.split()]
+        assert done.returncode == (word == "FAILED") and not done.stderr
+
+
 LIVES = """#!/bin/bash
 echo "$SECRET" >>"$HOME/lives"
 ls "$HOME/.moe-pretraining/s/h" | grep start >>"$HOME/lives"
