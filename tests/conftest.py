@@ -383,7 +383,8 @@ def named_tokenizers(monkeypatch):
 
 class Faulty(BaseHTTPRequestHandler):
     """Of a proxy to the server at port `behind`. Its `fault()` says what is wrong with a request: a status that is
-    answered instead, "reset", "half" of the answer, "late": done behind, without an answer; or nothing."""
+    answered instead, "reset", "half" of the answer, "late": done behind, without an answer, "hang": nothing for a
+    while; or None."""
 
     protocol_version = "HTTP/1.1"  # clients wait for its "100 Continue"
 
@@ -395,7 +396,9 @@ class Faulty(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         fault = self.server.fault()
         self.server.failed += fault is not None
-        if fault == "reset":
+        if fault == "hang":
+            time.sleep(5)
+        if fault in ("hang", "reset"):
             return self.hang_up()
         if isinstance(fault, int):
             status, headers, content = fault, [], b""
