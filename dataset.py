@@ -31,6 +31,9 @@ WINDOW = 1 << 30  # tokens whose sequences are shuffled together; they are of fe
 CHECK_AT_START = 1 << 28  # tokens up to which local shards are checked as training begins
 PERIOD = 100_000  # sequences in which a mixture repeats; no corpus can have less than one
 READERS = ThreadPoolExecutor(32, "read")  # remote storage is slow to answer, not slow to send
+LOCAL_READERS = (
+    16  # of these for local shards: more of them wait for one another longer than for a disk
+)
 EXAMPLE = "an example is --mix 'web:0.7,code:0.3 until 0.8, web:1,code:2'"
 NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 PART_OF_MIX = re.compile(rf"\s*(.+):({NUMBER})(?:\s+until\s+({NUMBER}))?\s*")
@@ -103,12 +106,15 @@ class Corpus:
         starts = (places - ends[at] + self.counts[order[at]]) * self.T  # in tokens
         rows = np.empty((len(places), self.T + 1), np.int32)
 
-        def fill(row):
-            shard = self.shards[order[at[row]]]
-            start = int(starts[row])
-            rows[row] = shard.read(start, start + self.T + 1, self.vocab_size)
+        def fill(part):
+            for row in part:
+                shard = self.shards[order[at[row]]]
+                start = int(starts[row])
+                rows[row] = shard.read(start, start + self.T + 1, self.vocab_size)
 
-        list(READERS.map(fill, range(len(places))))
+        # one by one of remote shards, which answer some requests later than others
+        n_parts = len(places) if self.shards[0].is_remote else LOCAL_READERS
+        list(READERS.map(fill, np.array_split(np.arange(len(places)), n_parts)))
         return rows
 
     def sequences(self, numbers, seed):

@@ -12,7 +12,7 @@ import zlib
 import numpy as np
 
 from runtime.files import ask, is_remote, replacing
-from runtime.messages import UserError
+from runtime.messages import Unavailable, UserError
 
 BLOCK = 1 << 20  # bytes of a shard that are read, verified and kept together
 # Names of the files of a Cache: of blocks, and of those that are being written. The former have at most 50 characters,
@@ -32,6 +32,25 @@ def list_shards(folder):
     return {name: found[name] for name in shards}
 
 
+def read_part(path, start, stop):
+    """(uint8 [at most stop - start], os.stat_result) of a local file, with fewer bytes where it ends before `stop`.
+    Raises OSError.
+
+    The file is opened for each read: thousands of shards would be too many open files, and one that is memory-mapped
+    kills the process where it has become shorter, or its disk fails.
+    """
+    # a pipe would have it wait for somebody who writes
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        content = np.empty(stop - start, np.uint8)
+        n = 0
+        while count := os.preadv(descriptor, [content[n:]], start + n):
+            n += count
+        return content[:n], os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 class Cache:
     """Blocks of remote shards in a folder of at most `limit` bytes, which processes may share; the least used leave."""
 
@@ -41,12 +60,13 @@ class Cache:
         self.unseen = limit  # bytes written since the folder was last looked through
         self.lock = threading.Lock()
 
-    def get(self, name):
-        """uint8 [n]: a block, memory-mapped, or None where it is not there."""
+    def get(self, name, start, stop):
+        """uint8 [at most stop - start]: bytes of a block; none where it is not there."""
         path = os.path.join(self.folder, name)
-        with contextlib.suppress(OSError, ValueError):  # ValueError: an empty file, after a crash
+        with contextlib.suppress(OSError):
             os.utime(path)  # the time of last use
-            return np.memmap(path, np.uint8, "r")
+            return read_part(path, start, stop)[0]
+        return np.empty(0, np.uint8)
 
     def put(self, name, content):
         """Keep a block. Raises UserError where the folder cannot be written."""
@@ -85,10 +105,12 @@ class Cache:
 
 
 class Shard:
-    """One .npy file of token ids: memory-mapped where it is local, else read by blocks through a Cache.
+    """One .npy file of token ids, local, or remote and read through a Cache by blocks.
 
-    info: the file's size and what else its storage says of it; about: its entry in the manifest, {} without one. All
-    methods raise UserError, naming the file, where it is missing, unreadable, damaged or no shard.
+    A block is verified when it is first read, and again where the local file has changed since; then only the bytes
+    that are asked for are read. info: the file's size and what else its storage says of it; about: its entry in the
+    manifest, {} without one. All methods raise UserError, naming the file, where it is missing, damaged or no shard,
+    and Unavailable where it cannot be read.
     """
 
     def __init__(self, path, info, about, cache):
@@ -96,16 +118,13 @@ class Shard:
         self.size = info["size"]
         self.about = about
         self.locks = {}  # {block: lock}
-        self.verified = set()  # blocks whose local copy this process has verified
+        self.verified = {}  # {block: version of its copy on this machine that was found sound}
+        self.first = None  # version of the local file when it was first read
         self.cache = cache
         # without a manifest, what storage says tells whether an object was written anew
         identity = repr((path, sorted(map(repr, info.items()))))
         self.key = about.get("sha256") or hashlib.sha256(identity.encode()).hexdigest()
         self.is_remote = is_remote(path)
-
-    @functools.cached_property
-    def mapped(self):  # uint8 [size], of a local file
-        return np.memmap(self.path, np.uint8, "r")
 
     @functools.cached_property
     def header(self):
@@ -121,7 +140,7 @@ class Shard:
                 else np.lib.format.read_array_header_2_0
             )
             shape, _, dtype = read(f)
-        except (ValueError, OSError) as e:
+        except ValueError as e:
             raise self._damaged(f"it is no .npy file: {e}") from None
         if len(shape) != 1 or dtype.kind not in "ui":
             raise self._damaged(f"it holds {dtype} of shape {shape}, not one row of token ids")
@@ -160,28 +179,60 @@ class Shard:
         parts = [np.empty(0, np.uint8)]
         for b in range(start // BLOCK, -(-stop // BLOCK)):
             first = b * BLOCK
-            parts.append(self._block(b)[max(0, start - first) : stop - first])
+            parts.append(self._read_block(b, max(0, start - first), min(stop - first, BLOCK)))
         return np.concatenate(parts)
 
-    def _block(self, b):
-        """uint8 [at most BLOCK]: block b, verified when it is first touched."""
-        name = f"{self.key[:40]}-{b}"
-        start = b * BLOCK
-        stop = min(start + BLOCK, self.size)
+    def _read_block(self, b, start, stop):
+        """uint8 [stop - start]: bytes of block b, which is verified when it is first read."""
         with self.locks.setdefault(b, threading.Lock()):  # of two threads one fetches it
-            content = self.cache.get(name) if self.is_remote else self.mapped[start:stop]
-            if content is not None and (b in self.verified or self._is_sound(b, content)):
-                self.verified.add(b)
-                return content
-            for _ in range(2 * self.is_remote):  # it may be damaged on its way
-                try:
-                    content = ask(self.path, "cat_file", start=start, end=stop)
-                except FileNotFoundError:
-                    raise UserError(f"--data: {self.path} is missing; make it again.") from None
-                if self._is_sound(b, content):
-                    self.cache.put(name, content)
-                    return np.frombuffer(content, np.uint8)
+            if b in self.verified:
+                content, version = self._kept(b, start, stop)
+                if self.verified[b] == version and len(content) == stop - start:
+                    return content
+            content, self.verified[b] = self._verify(b)
+            return content[start:stop]
+
+    def _verify(self, b):
+        """(uint8 [at most BLOCK], version) of block b, which is sound. A remote one is fetched unless it is cached."""
+        start, length = b * BLOCK, min(BLOCK, self.size - b * BLOCK)
+        content, version = self._kept(b, 0, length)
+        if self._is_sound(b, content):
+            return content, version
+        for _ in range(2 * self.is_remote):  # it may be damaged on its way
+            try:
+                content = ask(self.path, "cat_file", start=start, end=start + length)
+            except FileNotFoundError:
+                raise self._missing() from None
+            if self._is_sound(b, content):
+                self.cache.put(self._name(b), content)
+                return np.frombuffer(content, np.uint8), version
         raise self._damaged(f"its bytes from {start:,} on do not have the checksum of the manifest")
+
+    def _kept(self, b, start, stop):
+        """(uint8 [at most stop - start], version) of block b as it is on this machine, not verified. A remote one has
+        one version, and no bytes where it is not in the cache."""
+        if self.is_remote:
+            return self.cache.get(self._name(b), start, stop), "of the cache"
+        first = b * BLOCK
+        try:
+            content, stat = read_part(self.path, first + start, first + stop)
+        except FileNotFoundError:
+            raise self._missing() from None
+        except OSError as e:
+            raise Unavailable(f"--data: {self.path} cannot be read ({e.strerror or e}).") from None
+        if stat.st_size < self.size:
+            raise self._damaged(f"it has {stat.st_size:,} bytes instead of {self.size:,}")
+        version = stat.st_size, stat.st_mtime_ns
+        self.first = self.first or version
+        if version != self.first and not self.about.get(
+            "crc32"
+        ):  # nothing tells whether it is the same
+            raise self._damaged("it was changed after training began")
+        return content, version
+
+    def _name(self, b):
+        """Name of block b in the cache."""
+        return f"{self.key[:40]}-{b}"
 
     def _is_sound(self, b, content):
         """Whether `content` has the length and, where one is known, the checksum of block b."""
@@ -189,6 +240,9 @@ class Shard:
             return False
         known = self.about.get("crc32", "")[8 * b : 8 * b + 8]
         return known in ("", f"{zlib.crc32(content):08x}")
+
+    def _missing(self):
+        return UserError(f"--data: {self.path} is missing; make it again.")
 
     def _damaged(self, how):
         return UserError(f"--data: {self.path} is damaged ({how}); make it again.")

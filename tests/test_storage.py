@@ -1,12 +1,26 @@
 """Reading shards from storage: what is fetched, kept and verified, and training from buckets that fail."""
 
+import errno
+import itertools
 import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import fsspec
 import numpy as np
 import pytest
-from conftest import SMALL, describe, refusal, small_config, tokenize_tests
+from conftest import (
+    ROOT,
+    SMALL,
+    describe,
+    flags_of,
+    refusal,
+    small_config,
+    tokenize_tests,
+    wait_for,
+)
 from test_resume import TINY, assert_bitwise, checkpoint_of, metrics_of
 
 import dataset
@@ -15,7 +29,7 @@ import presets
 import utils
 from data import output, storage
 from inference import weights
-from runtime import files, outbox, processes
+from runtime import files, messages, outbox, processes
 from tools import checkpoints, common, compare, evaluate, hf, sample
 from training import settings, steps
 from training.checkpointing import Checkpoints
@@ -90,7 +104,7 @@ def test_the_least_recently_used_blocks_leave(tmp_path):
         os.utime(tmp_path / name, (0, 0))
     for i in range(100, 140):
         if i == 130:
-            assert cache.get(f"{key}-100") is not None
+            assert len(cache.get(f"{key}-100", 0, 100)) == 100
         cache.put(f"{key}-{i}", bytes(100))
         os.utime(tmp_path / f"{key}-{i}", (i, i)) if i < 130 else None
     assert all((tmp_path / name).stat().st_size == 10_000 for name in others)
@@ -109,6 +123,83 @@ def test_a_damaged_block_of_the_cache_is_fetched_again(remote, tmp_path):
     corpus = open_corpus(address, tmp_path)
     del read[:]
     assert np.array_equal(corpus.sequences(everything, seed=1), expected) and len(set(read)) == 4
+
+
+def test_a_block_of_the_cache_that_changes_after_it_was_verified_is_fetched_again(remote, tmp_path):
+    _, address, read = remote
+    everything = np.arange(SHARDS * 31)
+    corpus = open_corpus(address, tmp_path)
+    expected = corpus.sequences(everything, seed=1)
+    one, other, *_ = sorted(kept(tmp_path))
+    os.truncate(one, 100)
+    other.unlink()
+    del read[:]
+    assert np.array_equal(corpus.sequences(everything, seed=1), expected) and len(set(read)) == 2
+
+
+def test_a_local_shard_that_changes_after_it_was_verified_is_verified_again(
+    remote, tmp_path, monkeypatch
+):
+    """The same content may be written anew; without a manifest nothing tells that it is the same."""
+    folder, _, _ = remote
+    path, everything = folder / "train" / "000003.npy", np.arange(SHARDS * 31)
+    content = path.read_bytes()
+    corpus = open_corpus(folder, tmp_path)
+    expected = corpus.sequences(everything, seed=1)
+
+    def refused(*said):
+        refusal(lambda: corpus.sequences(everything, seed=1), f"{path} ", *said)
+
+    def write(content, times=itertools.count()):
+        path.unlink(missing_ok=True)
+        path.write_bytes(content)
+        os.utime(path, (0, next(times)))  # the system's clock may not have gone on
+
+    write(content)
+    assert np.array_equal(corpus.sequences(everything, seed=1), expected)
+    write(content[:700] + b"ab" + content[702:])
+    refused("is damaged (its bytes from 512 on")
+    write(content[:-600])
+    refused(f"is damaged (it has {len(content) - 600:,} bytes instead of {len(content):,})")
+    path.unlink()
+    refused("is missing")
+    write(content)
+    assert np.array_equal(corpus.sequences(everything, seed=1), expected)
+
+    def fails(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch, pytest.raises(messages.Unavailable) as e:
+        patch.setattr(os, "preadv", fails)
+        corpus.sequences(everything, seed=1)
+    assert f"{path.parent}/" in str(e.value) and "cannot be read (Input/output error)" in str(
+        e.value
+    )
+    (path.parent / "manifest.json").unlink()
+    corpus = open_corpus(folder, tmp_path)
+    assert np.array_equal(corpus.sequences(everything, seed=1), expected)
+    write(content)
+    refused("is damaged (it was changed after training began)")
+
+
+def test_a_local_shard_that_shrinks_ends_the_run_after_a_checkpoint(run_flags, tmp_path):
+    """In a process of its own, which a mapped file would kill."""
+    folder = write_corpus(tmp_path / "corpus", n=2, tokens=20_000)  # of several pages each
+    flags = run_flags(**TINY | dict(T=32, data=folder, training_steps=100_000))
+    words = [sys.executable, ROOT / "main.py", "--preset", "tiny", *flags_of(**flags)]
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    run = tmp_path / "runs/run"
+    try:
+        wait_for(lambda: process.poll() is not None or (run / "metrics.jsonl").exists())
+        for path in (folder / "train").glob("*.npy"):
+            os.truncate(path, 100)
+        said = process.communicate(timeout=300)[1]
+    finally:
+        process.kill()
+    assert process.returncode == messages.UserError.status, said
+    assert re.fullmatch(r"error: --data: \S+\.npy is damaged \(it has 100 bytes .*\n", said), said
+    (step,) = map(int, os.listdir(run / "checkpoints"))
+    assert [row["step"] for row in metrics_of(run)] == list(range(1, step + 1))
 
 
 def test_shards_without_a_manifest_and_written_anew(remote, tmp_path):
