@@ -19,7 +19,7 @@ from importlib import import_module
 import utils
 from runtime import platforms
 from runtime.files import check_run_path, is_remote, write_file
-from runtime.messages import Unavailable, UserError, flush_output, one_sentence, say, say_error
+from runtime.messages import Unavailable, UserError, one_sentence, say, say_error
 from training import command_line
 
 if __name__ == "__main__":  # flags for XLA must be in the environment before jax is imported
@@ -240,8 +240,8 @@ class Training:
             texts = self.sample(self.state.params)
             if texts:
                 self.log.text(step, texts)
-        if signalled == self.interrupt.FAILED:
-            raise error or UserError(processes.ANOTHER)
+        if signalled >= self.interrupt.FAILED:
+            raise processes.failure(signalled - self.interrupt.FAILED, error)
         self.meter.pace.resume(self.batches.waited)
         return signalled
 
@@ -324,7 +324,7 @@ def open_data(cfg, stored, encoding):
         part.check_encoding(encoding)
     data = data_fingerprint(corpus, val_corpus)
     alike = settings.without(utils.flags_with("per_process"), utils.flatten(cfg))
-    processes.check_agreement(alike, data, cfg.run.folder)
+    processes.check_agreement(alike, data, cfg.run)
     if stored and stored["data_fingerprint"] != data:
         raise UserError(
             f"--name {cfg.run.name}: this run exists and saw other data than is now in --data {cfg.data.data} (it was "
@@ -467,18 +467,14 @@ def tell_end(training, signalled, began):
 def run(flags):
     """`main`, together with the other processes of the run; returns its exit status."""
     interrupts.watch(lambda number: interrupts.end(128 + number, interrupts.words))
-    processes.join_processes(flags.cfg)
     try:
+        processes.join_processes(flags.cfg, lambda: command_line.alike(flags.cfg))
         status = main(flags, interrupts.BEGAN)
     except BaseException as e:
-        if jax.process_count() == 1:
+        if not jax.distributed.is_initialized():
             raise
         processes.end_at_once(e)
-    try:
-        jax.distributed.shutdown()
-    except RuntimeError:  # another one is gone already; all is saved, and jax would end in a trace
-        flush_output()
-        interrupts.end(status, "")
+    processes.part(status)
     return status
 
 

@@ -2,6 +2,8 @@
 
 import contextlib
 import faulthandler
+import itertools
+import json
 import math
 import os
 import re
@@ -11,19 +13,21 @@ import sys
 import threading
 import time
 import traceback
-import zlib
 from collections import deque
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src import (
+    distributed,  # jax.process_index() would look for devices, which waits for the other processes
+)
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from runtime import interrupts, locks, platforms
 from runtime.files import read_file, write_file
-from runtime.messages import UserError, first_line, flush_output, say, say_aside
+from runtime.messages import Unavailable, UserError, first_line, flush_output, say, say_aside
 
 # How errors of jax's tell that another process does not answer any more.
 LOSS = re.compile(
@@ -32,6 +36,11 @@ LOSS = re.compile(
 # tools/cluster/on_host.sh: start knows by "its log says why" that another host's does
 ANOTHER = "another process failed; its log says why."
 LOST = "another process of this run was lost; its log says why"
+# Statuses of a process, each worse than the one before: where several fail, all end with the worst. After UserError's a
+# supervisor does not start its process again, and one alone would wait for the others.
+ENDS = 0, 1, Unavailable.status, UserError.status
+LINGER = 6  # seconds that process 0 waits for the end of the others
+watched = threading.Event()  # set where `end_with_the_first` has nothing more to do
 LOOPBACK = "localhost", "127.0.0.1", "[::1]"  # which no other machine reaches
 STUCK = 10  # times its median from which a part of the loop is taken for stuck
 
@@ -39,39 +48,87 @@ STUCK = 10  # times its median from which a part of the loop is taken for stuck
 def end_at_once(error):
     """Print the error and end this process, one of several. At a usual exit jax would wait for the others, which wait
     for this one, and end in a stack trace."""
-    status = 1
-    if isinstance(error, UserError):
-        status = error.status
-        words = f"error: {error}"
-    else:
+    words = f"error: {error}"
+    if not isinstance(error, UserError):
         if LOSS.search(str(error)):
+            if status := status_told():
+                interrupts.end(status, f"error: {ANOTHER}")
             advice = "and the same command on all resumes from a checkpoint."
             interrupts.end(75, f"error: {LOST}, {advice}")
         words = "".join(traceback.format_exception(error))
     flush_output()
     say_aside(words)
-    if jax.process_index() == 0:
-        time.sleep(2)  # when it ends the others end too; they may be about to print the same error
+    status = ENDS[rank_of(error)]
+    tell_status(status)
     os._exit(status)
 
 
-def join_processes(cfg):
-    """Meet the other processes of the run, if there are any, and find the devices of all."""
+def rank_of(error):
+    """Place in ENDS of the exit status that an error, or None, gives a process."""
+    status = error.status if isinstance(error, UserError) else int(error is not None)
+    return ENDS.index(status)
+
+
+def tell_status(status):
+    """Tell the other processes that this one ends, with which status. With process 0 they would end too, in a stack
+    trace: it waits until they have told their end, for some seconds."""
+    watched.set()
+    me = distributed.global_state
+    with contextlib.suppress(RuntimeError):  # process 0 is gone
+        me.client.key_value_set(f"ended/{me.process_id}", str(status))
+        if me.process_id > 0:
+            return
+        for _ in range(LINGER):
+            told = me.client.key_value_dir_get("ended/")
+            time.sleep(1)  # for those that have told it, and not ended yet
+            if len(told) == me.num_processes:
+                return
+
+
+def status_told():
+    """The worst exit status of those that processes have told as they ended; 0 where none has."""
+    with contextlib.suppress(RuntimeError):  # process 0 is gone
+        told = distributed.global_state.client.key_value_dir_get("ended/")
+        return max([int(status) for _, status in told], key=ENDS.index, default=0)
+    return 0
+
+
+def end_with_the_first():
+    """In a thread, until steps run: end this process soon after another one that failed alone. What the others wait for
+    no longer comes. Once steps run, they agree on their end (`Interrupt.agreed`)."""
+    while not watched.wait(1):
+        # all may have failed together, and this one be about to print why
+        if status_told() and not watched.wait(3):
+            status = status_told()
+            tell_status(status)
+            interrupts.end(status, f"error: {ANOTHER}")
+
+
+def join_processes(cfg, alike):
+    """Meet the other processes of the run, if there are any, agree with them on alike(), {name: value} of what all must
+    have in common, and find the devices of all. Raises UserError."""
     run = cfg.run
     if run.num_processes != 1:
         meet(run)
     several = jax.distributed.is_initialized()
-    try:
-        platforms.find_devices()
-    except UserError as e:
-        if several:
-            # at a usual exit jax would wait for the others, and they for the devices of this one
-            interrupts.end(e.status, f"error: {e}")
-        raise
+    if several:
+        threading.Thread(target=end_with_the_first, daemon=True).start()
+        same_everywhere(alike(), run)
+    platforms.find_devices()
     if several and run.n_devices not in (0, jax.device_count()):
         raise UserError(
             f"--n_devices {run.n_devices}: several processes train on all their devices, {jax.device_count()}."
         )
+
+
+def part(status):
+    """Leave the other processes, which leave too. Ends this one, with that status, where one is gone already."""
+    watched.set()
+    try:
+        jax.distributed.shutdown()
+    except RuntimeError:  # all is saved, and jax would end in a trace
+        flush_output()
+        interrupts.end(status, "")
 
 
 def meet(run):
@@ -84,7 +141,7 @@ def meet(run):
         f"error: --peer_timeout {run.peer_timeout}: the processes did not all meet within {limit} s; does the same "
         f"command run on every host, each with its own --process_id, and can all reach --coordinator?"
     )
-    late = threading.Timer(limit, interrupts.end, [1, words])  # not 2: another try may succeed
+    late = threading.Timer(limit, interrupts.end, [Unavailable.status, words])
     late.daemon = True
     late.start()
     try:
@@ -121,15 +178,30 @@ def meeting_place(run):
     )
 
 
+def largest_of(here):
+    """The largest of the numbers `here` of all processes; waits for all of them."""
+    return int(multihost_utils.process_allgather(np.array(here)).max())
+
+
 def all_of(here):
     """Whether `here` is true on every process; waits for all of them."""
-    return bool(multihost_utils.process_allgather(np.array(here)).all())
+    return not largest_of(not here)
 
 
 def together(error):
     """Raise an error on all processes or on none. error: what this one failed with, or None."""
-    if not all_of(error is None):
-        raise error or UserError(ANOTHER)
+    rank = largest_of(rank_of(error))
+    if rank:
+        raise failure(rank, error)
+
+
+def failure(rank, error):
+    """What this process raises where one has failed: its own error, if it has one. All end with the status at `rank` in
+    ENDS."""
+    error = error or UserError(ANOTHER)
+    if isinstance(error, UserError):
+        error.status = ENDS[rank]
+    return error
 
 
 def on_all(work):
@@ -157,33 +229,73 @@ def alone_in_folder(run):
         yield
 
 
-def check_agreement(flags, data, folder):
-    """Raise UserError on all processes unless all have the same {flag: value}, the same shards, by their fingerprint
-    `data`, and see what process 0 writes in `folder`, the run directory, where each writes its part of a checkpoint."""
+def check_agreement(flags, data, run):
+    """Raise UserError on all processes unless all settled on the same {flag: value}, with what each found in its files,
+    have the same shards, by their fingerprint `data`, and see what process 0 writes in the run directory, where each
+    writes its part of a checkpoint."""
     if jax.process_count() == 1:
         return
-    same_everywhere({f"--{flag}": value for flag, value in flags.items()} | {"--data": data})
-    path = f"{folder}/shared"
-    token = str(multihost_utils.broadcast_one_to_all(np.uint32(time.time_ns() % 2**32)))
-    if jax.process_index() == 0:
-        write_file(path, token)
-    all_of(True)
-    seen = read_file(path) or b""
-    same_everywhere({"--output_dir": seen.decode() == token})
+    path = f"{run.folder}/shared"
+    on_main_process(lambda: write_file(path, f"written by process 0 at {time.time_ns()}"))
+    seen = (read_file(path) or b"not shared").decode()
+    flags = {f"--{flag}": value for flag, value in flags.items()}
+    same_everywhere(flags | {"--data": data, "--output_dir": seen}, run)
 
 
-def same_everywhere(things):
-    """Raise UserError on all processes if the {name: value} `things` are not the same on each of them."""
-    sums = [zlib.crc32(repr(value).encode()) for value in things.values()]
-    mine = np.array(sums, np.uint32)
-    every = multihost_utils.process_allgather(mine)
-    for process, theirs in enumerate(every):
-        differ = [name for name, a, b in zip(things, theirs, every[0]) if a != b]
+rounds = itertools.count()  # of `same_everywhere`
+
+
+def same_everywhere(things, run):
+    """Raise UserError on all processes where {name: value} `things` differ in what two of them both name; Unavailable
+    where one does not tell its own. Needs no devices: process 0 compares what all put into its key-value store."""
+    me = distributed.global_state
+    key = f"same/{next(rounds)}"
+    # before jax ends this process, in a stack trace, for one that is gone
+    seconds = min(30, run.peer_timeout / 2)
+    me.client.key_value_set(f"{key}/{me.process_id}", json.dumps(things))
+    if me.process_id == 0:
+        me.client.key_value_set(f"{key}/found", json.dumps(compare(key, seconds)))
+    status, words = told(f"{key}/found", 1.5 * seconds) or silent(0, seconds)
+    if words:
+        error = UserError(words)
+        error.status = status
+        raise error
+
+
+def compare(key, seconds):
+    """(exit status, what differs) between process 0, which calls it, and another one; (0, "") where nothing does."""
+    end = time.monotonic() + seconds
+    mine = told(f"{key}/0", seconds)
+    for process in range(1, distributed.global_state.num_processes):
+        theirs = told(f"{key}/{process}", max(0, end - time.monotonic()))
+        if theirs is None:
+            return silent(process, seconds)
+        differ = [name for name in mine if theirs.get(name, mine[name]) != mine[name]]
         if differ:
-            raise UserError(
-                f"{', '.join(differ)}: not the same on process {process} as on process 0; give all the same flags, "
-                f"with a --data and --output_dir that each can see."
+            each = [f"{n} {shown(theirs[n])} instead of {shown(mine[n])}" for n in differ[:3]]
+            more = f" and {len(differ) - 3} more" if differ[3:] else ""
+            return UserError.status, (
+                f"process {process} differs from process 0 in {', '.join(each)}{more}; give all the same program, "
+                f"packages and flags, with a --data and --output_dir that each can see."
             )
+    return 0, ""
+
+
+def told(key, seconds):
+    """What a process has put into the key-value store, or None where it does not in that many seconds."""
+    with contextlib.suppress(RuntimeError):
+        get = distributed.global_state.client.blocking_key_value_get
+        return json.loads(get(key, int(1000 * seconds) + 1))
+
+
+def silent(process, seconds):
+    words = f"process {process} did not tell its program and flags within {seconds:g} s; its log says why."
+    return Unavailable.status, words
+
+
+def shown(value):
+    """A value of `things` as a message has it."""
+    return f"{value if value and isinstance(value, str) else json.dumps(value):.50}"
 
 
 class Interrupt:
@@ -192,7 +304,7 @@ class Interrupt:
     repeats SIGXCPU every second, and SIGHUP comes from the shell and from the terminal. unsaved(): what it loses, in
     words."""
 
-    FAILED = 99  # above every signal
+    FAILED = 99  # above every signal, where a process has failed; added to it is the place in ENDS of its status
 
     def __init__(self, unsaved):
         mesh = Mesh(np.array(jax.devices()), "all")
@@ -204,9 +316,9 @@ class Interrupt:
         self.received = 0  # number of signals
 
     def agreed(self, failed):
-        """The signal to stop for, FAILED where a process has `failed`, or 0. All processes stop at the same step: they
-        ask each other on the devices after every step, and read the answer a step later, so that nobody waits."""
-        mine = self.FAILED if failed else self.signal
+        """The signal to stop for, FAILED or more where a process `failed` with an error, or 0. All processes stop at a
+        step: they ask each other on the devices after each, and read the answer a step later, so that nobody waits."""
+        mine = self.FAILED + rank_of(failed) if failed else self.signal
         if jax.process_count() == 1:
             return mine
         shape = (jax.device_count(),)
@@ -215,6 +327,7 @@ class Interrupt:
         return int(answer)
 
     def __enter__(self):
+        watched.set()
         self.over = interrupts.watch(self._note)
         return self
 

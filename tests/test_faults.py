@@ -312,7 +312,7 @@ def test_a_run_directory_is_one_process_alone(train, tmp_path, capsys, monkeypat
         one = SimpleNamespace(folder=str(run), output_dir=str(run.parent))
         with monkeypatch.context() as patch:
             patch.setattr(jax, "process_index", lambda: 1)
-            patch.setattr(processes, "all_of", lambda here: False)
+            patch.setattr(processes, "largest_of", lambda here: processes.ENDS.index(2))
             refusal(processes.alone_in_folder(one).__enter__, "another")
     finally:
         holder.kill()
@@ -601,7 +601,7 @@ put_batch, begin = main.put_batch, processes.Watchdog.begin
 def slow(order, first, shape, mesh):
     time.sleep(faults.get("pause", 0))
     if cfg.run.process_id and first == (faults.get("unreadable", 0) - 1) * per_step:
-        raise messages.UserError("this shard is damaged.")
+        raise messages.Unavailable("this shard cannot be read.")
     return put_batch(order, first, shape, mesh)
 
 def counted(watchdog, name, step):
@@ -707,9 +707,9 @@ def test_what_one_process_cannot_write_or_read_both_know_at_once(pair, undisturb
     resource.prlimit(some.pid(1), resource.RLIMIT_FSIZE, (9000, -1))
     wait_for(lambda: all("checkpoint 60 could not be written" in log for log in some.logs()))
     resource.prlimit(some.pid(1), resource.RLIMIT_FSIZE, (-1, -1))
-    said = [log.splitlines()[-1] for log in some.ends(2)]
+    said = [log.splitlines()[-1] for log in some.ends(messages.Unavailable.status)]
     another = "error: another process failed; its log says why."
-    assert said == [another, "error: this shard is damaged."]
+    assert said == [another, "error: this shard cannot be read."]
     saved = {int(name) for name in os.listdir(some.run / "checkpoints")}
     assert saved - {80} == {20, 40, 100, 105}, "a busy machine may not have room yet at step 80"
     assert meta_of(some.run, 105)["sequences"] == (119 - 1) * 8

@@ -1,9 +1,12 @@
 """The command line: flags to a `utils.Config`, and one sentence for what does not parse. No jax in here."""
 
+import contextlib
 import os
 import re
 import subprocess
 import sys
+import zlib
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import utils
@@ -12,11 +15,14 @@ from presets import preset
 from runtime.files import check_run_path, is_remote, read_json
 from runtime.messages import UserError, nearest, one_sentence
 from runtime.parser import RENAMED, foreign, read_words
+from runtime.platforms import PLUGINS
 from training.settings import SPLIT, Flags, check_same, settle, without
 from utils import Config, Plan, Run, replace
 
 # A file that comes with the program may be missing yet in the folder where it will run.
 ROOT = Path(__file__).resolve().parents[1]
+# What may differ between installations of the program and change its numbers or how its processes talk.
+PACKAGES = "jax", "jaxlib", *PLUGINS["tpu"], *PLUGINS["gpu"], "numpy", "optax", "orbax-checkpoint"
 # What the file of a run holds beside flags, and the flags that belong to one launch of it.
 NO_FLAGS = {"data_fingerprint", "commit", "encoding", "end_of_text", "eos_token_id", "config"}
 NO_FLAGS |= {"revision", "coordinator", "num_processes", "process_id"}
@@ -87,6 +93,31 @@ def commit():
         return subprocess.run(words, capture_output=True, text=True).stdout.strip()
     except OSError:
         return ""
+
+
+def alike(cfg):
+    """{name: value} of what all processes of a run must have in common: the commit, where git tells it, packages that
+    may change the run's numbers or how its processes talk, sums of the program's files, and flags."""
+    of_git = commit().removesuffix("-dirty")  # the files tell more
+    same = {"commit": of_git} if of_git else {}
+    for name in PACKAGES:
+        same[name] = "none"
+        with contextlib.suppress(PackageNotFoundError):
+            same[name] = version(name)
+    for path in program_files():
+        same[str(path.relative_to(ROOT))] = f"{zlib.crc32(path.read_bytes()):08x}"
+    flags = without(utils.flags_with("per_process"), utils.flatten(cfg))
+    return same | {f"--{flag}": value for flag, value in flags.items()}
+
+
+def program_files():
+    """Paths of this program: modules imported so far, and all in their packages, which may be imported later."""
+    for name in sorted({"main", *sys.modules}):
+        place = ROOT / name.replace(".", "/")
+        if (place / "__init__.py").is_file():
+            yield from sorted(place.glob("*.py"))
+        elif place.parent == ROOT and place.with_suffix(".py").is_file():
+            yield place.with_suffix(".py")
 
 
 def follow_tokenizer(flags, load):

@@ -1,0 +1,138 @@
+"""What the processes of a run agree on before anything is compiled, and with which status they end where one fails."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, copy_repository, free_port
+from test_cluster import XLA_FLAGS
+
+from runtime.messages import Unavailable, UserError
+from runtime.processes import ANOTHER
+
+# main.py that meets the others and, in place of training, does what argv[1] says.
+DRIVER = f"""
+import os, pathlib, sys
+sys.path.insert(0, {str(ROOT)!r})
+from runtime import messages, platforms, processes
+from training import command_line
+task = sys.argv.pop(1)
+flags = command_line.parse(sys.argv[1:])
+platforms.set_xla_flags(2, 2)
+import main
+
+def fail(error):
+    raise error
+
+main.main = lambda *_: processes.on_all(lambda: None) or 0
+exec(task)
+sys.exit(messages.one_sentence(lambda: main.run(flags)))
+"""
+
+
+def start(driver, tasks, flags=("", "")):
+    """A process for each of the tasks."""
+    words = "--preset tiny --n_device_axis 2 1 1 --num_processes 2 --peer_timeout 20 --process_id"
+    words = ["--coordinator", f"127.0.0.1:{free_port()}", *words.split()]
+    env = {**os.environ, "XLA_FLAGS": XLA_FLAGS}
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    begun = []
+    for i, task in enumerate(tasks):
+        command = [sys.executable, driver, task, *words, str(i), *flags[i].split()]
+        begun.append(subprocess.Popen(command, **pipes))
+    return begun
+
+
+def ends(begun):
+    """(status, the last error or "") of each process."""
+    ended = []
+    for process in begun:
+        _, said = process.communicate(timeout=300)
+        assert "Traceback" not in said and "stack trace" not in said, said
+        # C++ may end a line of its own within or after the sentence's
+        _, error, words = said.rpartition("error: ")
+        ended.append((process.returncode, (error + words).strip() if error else ""))
+    return ended
+
+
+@pytest.fixture
+def driver(tmp_path):
+    (tmp_path / "driver.py").write_text(DRIVER)
+    return tmp_path / "driver.py"
+
+
+OTHER_JAX = """
+of = command_line.version
+command_line.version = lambda name: "0.10.2" if name == "jax" else of(name)
+"""
+OTHER_FILE = """
+command_line.ROOT = pathlib.Path({!r})
+with open(command_line.ROOT / "architectures/gpt2.py", "a") as f:  # which is not imported yet
+    f.write("#")
+"""
+DIFFER = {  # what makes process 1 another one: (task, flags, what is said)
+    "commit": ("command_line.commit = lambda: 'abc'", "", "commit abc instead of "),
+    "package": (OTHER_JAX, "", "jax 0.10.2 instead of "),
+    "file": (OTHER_FILE, "", "architectures/gpt2.py "),
+    "flag": ("", "--seed 3", "--seed 3 instead of 0"),
+}
+
+
+@pytest.mark.parametrize("what", ["commit", "package", "file", "flag"])
+def test_processes_of_another_program_are_refused_before_they_look_for_devices(
+    what, driver, tmp_path
+):
+    """Each tells what differs, with both values, and all end with the same status."""
+    task, flags, said = DIFFER[what]
+    if what == "file":
+        copy_repository(tmp_path / "copy", "docs")
+        task = task.format(str(tmp_path / "copy"))
+    alone = "platforms.find_devices = lambda: os._exit(9)\n"
+    # of one that has no git only the files tell
+    first = "command_line.commit = lambda: 'def-dirty'" if what == "commit" else ""
+    for status, words in ends(start(driver, [alone + first, alone + task], ["", flags])):
+        assert status == UserError.status, words
+        assert words.startswith(f"error: process 1 differs from process 0 in {said}"), words
+
+
+def test_processes_that_agree_meet(driver):
+    """A commit that is not known, and flags that each may have its own, are no difference."""
+    unknown = "command_line.commit = lambda: ''"
+    assert ends(start(driver, ["", unknown], ["", "--data x --peer_timeout 19"])) == [
+        (0, ""),
+        (0, ""),
+    ]
+
+
+def test_a_process_killed_before_it_tells_its_program_is_found_in_time(driver):
+    killed = "processes.same_everywhere = lambda *_: os.kill(os.getpid(), 9)"
+    first, second = start(driver, ["processes.LINGER = 1", killed])
+    said = "error: process 1 did not tell its program and flags within 10 s; its log says why."
+    assert ends([first]) == [(Unavailable.status, said)]
+    assert second.wait() == -9
+    second.communicate()
+
+
+FAIL = "lambda: fail(messages.{}('no.'))"
+TOGETHER = f"main.main = lambda *_: processes.on_all({FAIL})"
+ALONE = f"main.main = lambda *_: ({FAIL})()"
+AGREED, MUST_CHANGE, MAY_PASS = f"error: {ANOTHER}", UserError.status, Unavailable.status
+FAILURES = {  # (task of each process, the status with which both end, what each says last)
+    "may pass": (["", TOGETHER.format("Unavailable")], MAY_PASS, [AGREED, "error: no."]),
+    "must change": (["", TOGETHER.format("UserError")], MUST_CHANGE, [AGREED, "error: no."]),
+    "both": (
+        [TOGETHER.format(e) for e in ("Unavailable", "UserError")],
+        MUST_CHANGE,
+        ["error: no."] * 2,
+    ),
+    "first alone": ([ALONE.format("Unavailable"), ""], MAY_PASS, ["error: no.", AGREED]),
+    "second alone": (["", ALONE.format("UserError")], MUST_CHANGE, [AGREED, "error: no."]),
+}
+
+
+@pytest.mark.parametrize("how", FAILURES)
+def test_where_one_process_fails_all_end_with_the_same_status(how, driver):
+    """Or a supervisor would start some of them again, and not the others."""
+    tasks, status, said = FAILURES[how]
+    assert ends(start(driver, tasks)) == [(status, words) for words in said]
