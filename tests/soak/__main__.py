@@ -1,9 +1,10 @@
 """Try the programs with what their tests do not have.
 
-python -m tests.soak [kills] [damage] [meshes] [--seed N] [--count N]
+python -m tests.soak [kills] [damage] [lines] [meshes] [--seed N] [--first N] [--count N] [--plain]
 
-Each case is drawn from its kind, the seed and its number alone, so `--only NUMBER` repeats it. A case that failed is
-printed with the command that repeats it, and the exit status is 1.
+Each case is drawn from its kind, the seed and its number alone, so `--only NUMBER` repeats it. It does so with ordinary
+processes in place of forked ones (tests/soak/forks.py), as `--plain` has all cases. A case that failed is printed with
+the command that repeats it, and the exit status is 1.
 """
 
 import argparse
@@ -17,10 +18,10 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.soak import damage, jobs, kills, meshes
+from tests.soak import damage, jobs, kills, lines, meshes, programs
 
-KINDS = dict(kills=kills.case, damage=damage.case, meshes=meshes.case)
-COUNTS = dict(kills=10, damage=40, meshes=2)  # cases, without --count
+KINDS = dict(kills=kills.case, damage=damage.case, lines=lines.case, meshes=meshes.case)
+COUNTS = dict(kills=10, damage=40, lines=40, meshes=2)  # cases, without --count
 
 
 def run_kind(name, args, folder):
@@ -34,9 +35,12 @@ def run_kind(name, args, folder):
             print(f"{again}    # {case.wrong}: {case.tried}", flush=True)
         if args.only is not None:
             print(f"{case.tried}\n{case.ended}\nits files are in {folder}")
+        elif not case.wrong:
+            shutil.rmtree(folder / f"{name}-{number}", ignore_errors=True)
         return case
 
-    numbers = range(args.count or COUNTS[name]) if args.only is None else [args.only]
+    last = args.first + (args.count or COUNTS[name])
+    numbers = range(args.first, last) if args.only is None else [args.only]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         cases = list(pool.map(run_case, numbers))
     failed = sum(bool(case.wrong) for case in cases)
@@ -51,8 +55,13 @@ def main():
     parser.add_argument("kinds", nargs="*", default=KINDS, help=f"of {', '.join(KINDS)}")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     parser.add_argument("--count", type=int, help=f"cases of each kind (default: {COUNTS})")
+    parser.add_argument(
+        "--first", type=int, default=0, help="number of the first case of each kind"
+    )
+    parser.add_argument("--plain", action="store_true", help="run ordinary processes")
     parser.add_argument("--only", type=int, help="number of the one case to repeat")
     args = parser.parse_args()
+    programs.FORKED = not (args.plain or args.only is not None)
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     if args.kinds != ["meshes"]:
         jobs.make(folder / "sound")

@@ -1,6 +1,7 @@
 """The repository's programs, each in a session of its own, and what is wrong with how one ended."""
 
 import contextlib
+import functools
 import os
 import signal
 import subprocess
@@ -9,7 +10,10 @@ from typing import NamedTuple
 
 from conftest import ROOT, in_session, wait_for
 
+from tests.soak import forks
+
 MOST_MEMORY = 8 << 30  # bytes of address space of a program; jax alone maps several
+FORKED = True  # whether programs are forked; the tests' command line says
 SECONDS = 300  # that a program may take
 GRACE = 15  # seconds after a program within which what it started must have ended too
 BAD_ENDS = ("Traceback (most recent", "stack trace", "Fatal Python", "terminate called")
@@ -37,16 +41,24 @@ class Case(NamedTuple):
     ended: Ended
 
 
-def start(words, folder):
+@functools.cache
+def server():
+    return forks.Server()
+
+
+def start(words, folder, forked=None, **environment):
     """A program that runs in `folder`, with the files stdout and stderr and the folder tmp. words: of its command
-    line, the first a path in the repository."""
+    line, the first a path in the repository. forked: whether it need not import the libraries; None: as FORKED."""
     temporary = folder / "tmp"
     temporary.mkdir(parents=True, exist_ok=True)
-    words = ["prlimit", f"--as={MOST_MEMORY}", sys.executable, ROOT / words[0], *words[1:]]
-    env = {**os.environ, "HOME": str(folder), "TMPDIR": str(temporary)}
+    words = [str(word) for word in (ROOT / words[0], *words[1:])]
+    env = {**os.environ, "HOME": str(folder), "TMPDIR": str(temporary), **environment}
+    if FORKED if forked is None else forked:
+        return server().start(words, folder, env, folder / "stdout", folder / "stderr", MOST_MEMORY)
+    words = ["prlimit", f"--as={MOST_MEMORY}", sys.executable, *words]
     with open(folder / "stdout", "w") as out, open(folder / "stderr", "w") as err:
         pipes = dict(stdout=out, stderr=err, start_new_session=True)
-        return subprocess.Popen([*map(str, words)], cwd=folder, env=env, **pipes)
+        return subprocess.Popen(words, cwd=folder, env=env, **pipes)
 
 
 def wait(process, folder):
@@ -80,7 +92,7 @@ def complaint(ended, statuses=(0, 2)):
     if ended.status not in statuses:
         return f"status {ended.status}"
     errors = [line for line in ended.err.splitlines() if not line.startswith("warning: ")]
-    if ended.status == 2 and (len(errors) != 1 or not errors[0].startswith("error: ")):
+    if ended.status in (2, 75) and (len(errors) != 1 or not errors[0].startswith("error: ")):
         return f"{len(errors)} lines instead of a sentence"
     return None
 
