@@ -11,7 +11,7 @@ import zlib
 
 import numpy as np
 
-from runtime.files import ask, is_remote, replacing
+from runtime.files import ask, is_remote, list_folder, replacing
 from runtime.messages import Unavailable, UserError
 
 BLOCK = 1 << 20  # bytes of a shard that are read, verified and kept together
@@ -22,12 +22,8 @@ KEPT = re.compile(r"[0-9a-f]{40}-\d{1,9}(\.[0-9a-f]{16}\.part)?")
 
 def list_shards(folder):
     """{name: what the storage says of it} of the .npy files in a folder, local or remote, but for hidden ones, such as
-    the ._000000.npy that macOS puts beside 000000.npy; {} where there is none."""
-    try:
-        infos = ask(folder, "ls", detail=True)
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    found = {os.path.basename(info["name"]): info for info in infos}
+    the ._000000.npy that macOS puts beside 000000.npy; {} where there is none. Raises UserError."""
+    found = {os.path.basename(info["name"]): info for info in list_folder(folder)}
     shards = [name for name in sorted(found) if name.endswith(".npy") and name[0] != "."]
     return {name: found[name] for name in shards}
 

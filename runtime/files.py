@@ -94,13 +94,20 @@ def ask(path, method, *args, **settings):
     return persist(lambda: getattr(fs, method)(there, *args, **settings), path)
 
 
-def names_in(folder):
-    """Names of what a local folder or remote address holds; none where it is not there."""
+def list_folder(folder, detail=True):
+    """What a local folder or remote address holds, as fsspec tells it: {"name": path, ...} of each, or its path alone.
+    Nothing where it is not there. Raises UserError where it cannot be listed."""
     try:
-        paths = ask(folder, "ls", detail=False)
+        return ask(folder, "ls", detail=detail)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return [os.path.basename(path.rstrip("/")) for path in paths]
+    except OSError as e:
+        raise UserError(f"{folder}: cannot be listed ({e.strerror or e}).") from None
+
+
+def names_in(folder):
+    """Names of what a local folder or remote address holds, as `list_folder` lists it."""
+    return [os.path.basename(path.rstrip("/")) for path in list_folder(folder, detail=False)]
 
 
 def check_plain(path):

@@ -256,6 +256,13 @@ def test_a_lost_shard_ends_the_run_after_a_checkpoint(remote, train, tmp_path, m
     assert metrics_of(tmp_path / "runs" / "run") == metrics_of(tmp_path / "runs" / "whole")
 
 
+def test_a_folder_that_cannot_be_listed_is_one_sentence(train, tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    said = "loop", ": cannot be listed (Too many levels of symbolic links)."
+    refusal(lambda: train(data=tmp_path / "loop"), *said)
+    refusal(lambda: checkpoints.main(checkpoints.Options(str(tmp_path / "loop"))), *said)
+
+
 def test_checkpoints_to_s3_are_refused(train):
     refusal(lambda: train(output_dir="s3://bucket/runs"), "--output_dir s3://bucket/runs: must be")
 
