@@ -20,6 +20,7 @@ import utils
 from runtime import platforms
 from runtime.files import check_run_path, is_remote, write_file
 from runtime.messages import Unavailable, UserError, one_sentence, say, say_error
+from runtime.outbox import attempt
 from training import command_line
 
 if __name__ == "__main__":  # flags for XLA must be in the environment before jax is imported
@@ -436,8 +437,9 @@ def memory_explained(cfg):
 def write_memory_profile(cfg, name):
     """Write the arrays on this process's devices now, as a profile for pprof, into the run directory."""
     path = f"{cfg.run.folder}/{name}-{jax.process_index()}.pprof"
-    write_file(path, jax.profiler.device_memory_profile())
-    say(f"--profile: {path} holds what is in the devices' memory now")
+    content = jax.profiler.device_memory_profile()
+    if attempt(lambda: write_file(path, content), f"--profile: {path} could not be written"):
+        say(f"--profile: {path} holds what is in the devices' memory now")
 
 
 def tell_end(training, signalled, began):

@@ -1,6 +1,6 @@
 """Try the programs with what their tests do not have.
 
-python -m tests.soak [kills] [damage] [lines] [meshes] [--seed N] [--first N] [--count N] [--plain]
+python -m tests.soak [kills] [damage] [lines] [meshes] [storage] [--seed N] [--first N] [--count N] [--plain]
 
 Each case is drawn from its kind, the seed and its number alone, so `--only NUMBER` repeats it. It does so with ordinary
 processes in place of forked ones (tests/soak/forks.py), as `--plain` has all cases. A case that failed is printed with
@@ -18,10 +18,17 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.soak import damage, jobs, kills, lines, meshes, programs
+from tests.soak import damage, jobs, kills, lines, meshes, programs, storage
 
-KINDS = dict(kills=kills.case, damage=damage.case, lines=lines.case, meshes=meshes.case)
-COUNTS = dict(kills=10, damage=40, lines=40, meshes=2)  # cases, without --count
+KINDS = dict(
+    kills=kills.case,
+    damage=damage.case,
+    lines=lines.case,
+    meshes=meshes.case,
+    storage=storage.case,
+)
+COUNTS = dict(kills=10, damage=40, lines=40, meshes=2, storage=3)  # cases, without --count
+WORKERS = dict(storage=6)  # cases at once, which mostly wait; else one on each core
 
 
 def run_kind(name, args, folder):
@@ -41,7 +48,7 @@ def run_kind(name, args, folder):
 
     last = args.first + (args.count or COUNTS[name])
     numbers = range(args.first, last) if args.only is None else [args.only]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(WORKERS.get(name, os.cpu_count())) as pool:
         cases = list(pool.map(run_case, numbers))
     failed = sum(bool(case.wrong) for case in cases)
     ends = Counter(case.how for case in cases).most_common()

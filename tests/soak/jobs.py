@@ -64,11 +64,11 @@ def words_of(job, at, place):
     return lines.get(verb, tokenize)
 
 
-def result_of(job, place, said=""):
+def result_of(job, place, said="", steps=STEPS):
     """What a job made and said, without times and places: equal where its input was."""
     verb = job.partition("_")[0]
     if verb in ("train", "resume"):
-        return fingerprint(place / "run", STEPS), metrics_of(place / "run")
+        return fingerprint(place / "run", steps), metrics_of(place / "run")
     if verb == "import":
         return fingerprint(place / "run", 0)
     if verb in ("export", "ranks"):
