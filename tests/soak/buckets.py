@@ -1,0 +1,99 @@
+"""An emulated bucket, and proxies before it that fail as drawn."""
+
+import atexit
+import functools
+import itertools
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from http.server import ThreadingHTTPServer
+
+import fsspec
+from conftest import ROOT, Faulty, free_port, listens, wait_for
+
+FAULTS = [401, 403, 429, 500, 503, "reset", "half", "late", "hang"]
+
+
+STARTING = threading.Lock()
+
+
+def emulator():
+    """Port of the server of the bucket gs://bucket, the same for all threads, which ends with this process."""
+    with STARTING:
+        return start_emulator()
+
+
+@functools.cache
+def start_emulator():
+    port = free_port()
+    quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    words = [sys.executable, ROOT / "tests/gcs_emulator.py", port, "bucket"]
+    server = subprocess.Popen([*map(str, words)], **quiet)
+    atexit.register(server.kill)
+    wait_for(lambda: listens("127.0.0.1", port))
+    return port
+
+
+def environment(port):
+    """Variables by which a program finds the bucket at a port."""
+    url = f"http://127.0.0.1:{port}"
+    return dict(
+        STORAGE_EMULATOR_HOST=url,
+        TENSORSTORE_GCS_HTTP_URL=url,
+        GOOGLE_AUTH_TOKEN_FOR_TESTING="x",
+        GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT="false",
+    )
+
+
+def download(address, folder):
+    """Copy a folder of the bucket, past all faults."""
+    url = f"http://127.0.0.1:{emulator()}"
+    settings = dict(endpoint_url=url, token="anon", skip_instance_cache=True)
+    os.environ |= environment(emulator())
+    fs = fsspec.filesystem("gs", **settings)
+    fs.get(address, str(folder), recursive=True)
+
+
+def remove(address):
+    """Remove a folder of the bucket: the emulator keeps all in memory."""
+    url = f"http://127.0.0.1:{emulator()}"
+    fs = fsspec.filesystem("gs", endpoint_url=url, token="anon", skip_instance_cache=True)
+    fs.rm(address, recursive=True)
+
+
+class Counted(Faulty):
+    """Of a `Proxy`: counts the bytes of what is uploaded of a run's rows, and of all else."""
+
+    def behind(self, body):
+        kind = "rows" if b"/metrics/" in body[:999] or "metrics%2F" in self.path else "else"
+        self.server.sent[kind] += len(body)
+        return super().behind(body)
+
+
+class Proxy(ThreadingHTTPServer):
+    """A proxy to the bucket. Each request fails with probability `share`, with a fault of `kinds`, and all do with the
+    same one in an outage: (seconds after the first request, its length, fault)."""
+
+    daemon_threads = True
+
+    def __init__(self, rng, share, kinds, outages):
+        super().__init__(("127.0.0.1", 0), Counted)
+        self.behind = emulator()
+        self.rng, self.share, self.kinds, self.outages = rng, share, kinds, outages
+        self.count = itertools.count(1)
+        self.requests = self.failed = 0
+        self.sent = Counter()  # bytes
+        self.began = None
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def fault(self):
+        now = time.monotonic()
+        self.began = self.began or now
+        self.requests = next(self.count)
+        for begin, length, kind in self.outages:
+            if begin <= now - self.began < begin + length:
+                return kind
+        return self.rng.choice(self.kinds) if self.rng.random() < self.share else None
