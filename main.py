@@ -125,6 +125,7 @@ def train(cfg, stored, encoding, load_weights, goodput):
     training.log = RunLog(cfg) if jax.process_index() == 0 else NoLog()
     found, end = processes.on_all(lambda: training.log.begin(step))
     goodput.keep(found, step, end)
+    checkpoints.wait_for_log = training.log.wait_for_rows
     processes.on_main_process(lambda: write_config(training.log, data, corpus, ends))
     training.progress = Progress(cfg, val_corpus.bytes_per_token, write_plan(cfg, training.log))
 
@@ -255,7 +256,7 @@ class Training:
         ends here."""
         self.watchdog.begin("checkpoint", self.step)
         self.goodput.turn("saving")
-        self.log.flush(now=waits)
+        self.log.flush(now=True)
         patience = None if waits else PATIENCE
         state = self.state, self.bad_steps
         self.checkpoints.save_running(self.step, self.sequences, *state, val_loss, patience)

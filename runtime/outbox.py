@@ -67,10 +67,10 @@ class Outbox:
                 self.changed.notify_all()
 
     def settle(self, seconds):
-        """Wait until everything is written, at most so long."""
+        """Wait until everything is written, at most so long; what is not is returned: addresses."""
         with self.changed:
-            if not self.changed.wait_for(lambda: not self.waiting, seconds):
-                warn(f"not written, as the storage does not answer: {', '.join(self.waiting)}")
+            self.changed.wait_for(lambda: not self.waiting, seconds)
+            return [*self.waiting]
 
 
 def deliver(path, content):

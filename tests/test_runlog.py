@@ -342,17 +342,14 @@ def test_what_waits_for_a_bucket_is_bounded_and_written_when_it_answers(monkeypa
         box.put(f"gs://b/{n}", b"0123456789")
     box.drop("gs://b/15")
     box.put("gs://b/samples.txt", b"new")
-    box.settle(0.1)
+    assert box.settle(0.1)[0] == "gs://b/10"
     answers.set()
-    box.settle(60)
+    assert box.settle(60) == []
     kept = [(f"gs://b/{n}", b"0123456789") for n in range(10, 20) if n != 15]
     assert written == [*kept, ("gs://b/samples.txt", b"new")]
     said = capsys.readouterr().err
     assert said.count("could not be written (no answer); it is tried again") == 1
-    assert (
-        "is given up: too much waits" in said
-        and "as the storage does not answer: gs://b/10" in said
-    )
+    assert "is given up: too much waits" in said
 
 
 def test_without_a_login_or_a_network_wandb_logs_offline(tmp_path, monkeypatch, capsys):

@@ -163,6 +163,9 @@ class Checkpoints:
             check_run_path(folder)
             self._open_writer()
         self.watcher = ThreadPoolExecutor(1, "checkpoint")
+        self.wait_for_log = lambda: (
+            None
+        )  # called before a checkpoint gets its name, in the background
         self.saved = None  # step of the newest checkpoint, which may still be on its way
         self.on_disk = None  # step of the newest one that is written and can be read back
         self.written = None  # future of the end of the newest save
@@ -178,8 +181,7 @@ class Checkpoints:
         how = dict(
             async_options=ocp.AsyncOptions(
                 barrier_sync_fn=self.meeting,
-                # called before a checkpoint gets its name
-                post_finalization_callback=lambda: self.confirm(),
+                post_finalization_callback=self._before_commit,
             ),
             # else the training thread would ask the storage, and fail or wait with it
             file_options=ocp.options.FileOptions(skip_sync_file_validations=True),
@@ -187,6 +189,11 @@ class Checkpoints:
         )
         handler = ocp.CompositeCheckpointHandler(composite_options=ocp.CompositeOptions(**how))
         self.writer = ocp.AsyncCheckpointer(handler, **how)
+
+    def _before_commit(self):
+        """What the first process does before a checkpoint gets its name. Raises an error where it may not."""
+        self.wait_for_log()
+        self.confirm()
 
     def save(self, step, state, sequences, about, val_loss=None, patience=None):
         """Begin to write the state at `step`, after `sequences` sequences, with {name: value} `about` beside it. Where

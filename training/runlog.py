@@ -20,6 +20,7 @@ from utils import flatten
 UNWRITTEN = "the run's log could not be written"
 MOST_BEHIND = 20_000  # calls that wait for TensorBoard and wandb, which may take seconds for one
 LAST = 120  # seconds that a run's end waits for a bucket
+ROWS_FIRST = 30  # seconds that a checkpoint waits for the rows before it
 
 
 def duration(seconds):
@@ -201,12 +202,21 @@ class RunLog:
             attempt(self.events.close, UNWRITTEN)
         if self.wandb:
             attempt(self.wandb.finish, UNWRITTEN)
-        self.outbox.settle(LAST)
+        self._settle()
 
     def ended(self, spent):
         """Record that all steps are saved and the run ends. spent: `Goodput.row` of now."""
         self.outbox.put(self.path("ended.json"), to_json(self.last | spent))
-        self.outbox.settle(LAST)
+        self._settle()
+
+    def wait_for_rows(self):
+        """Wait, before a checkpoint gets its name, until the rows up to it are written: a run that resumes from it
+        would lack them. A storage that takes none for so long takes no checkpoint either."""
+        self.outbox.settle(ROWS_FIRST)
+
+    def _settle(self):
+        if left := self.outbox.settle(LAST):
+            warn(f"not written, as the storage does not answer: {', '.join(left)}")
 
     def _write_samples(self):
         whole = "".join(f"=== step {n}\n{text}" for n, text in self.samples.items())

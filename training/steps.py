@@ -280,9 +280,11 @@ def quiet_libraries():
     absl_logging.set_verbosity(absl_logging.FATAL)  # Orbax's
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # a trace for each of Orbax's tasks
 
+    # how reads of Orbax end after another one failed, and uploads of gcsfs
+    ends = "Event loop is closed", "Existing exports of data: object cannot be re-sized"
+
     def hook(unraisable):
-        # reads of Orbax end so after another one failed
-        if str(unraisable.exc_value) != "Event loop is closed":
+        if str(unraisable.exc_value) not in ends:
             sys.__unraisablehook__(unraisable)
 
     sys.unraisablehook = hook
