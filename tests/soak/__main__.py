@@ -73,7 +73,9 @@ def main():
     if args.kinds != ["meshes"]:
         jobs.make(folder / "sound")
     failed = sum(run_kind(name, args, folder) for name in args.kinds)
-    if args.only is None:
+    if failed:
+        print(f"the files of those that failed are in {folder}")
+    elif args.only is None:
         shutil.rmtree(folder, ignore_errors=True)
     return 1 if failed else 0
 
