@@ -257,6 +257,14 @@ def tokens_of(encoding):
     return tokens
 
 
+@functools.cache
+def longest_token(encoding):
+    """Characters of the longest token that text becomes, as `tokens_of` spells it: a text of n tokens has at most n
+    times these, unless the tokenizer drops or joins some."""
+    special = special_tokens(encoding)
+    return max(len(token) for number, token in tokens_of(encoding).items() if number not in special)
+
+
 def meaning(encoding):
     """({id: token} of those that text becomes, the tokens that pairs of others merge into, in that order)."""
     tokens = tokens_of(encoding)

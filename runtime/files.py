@@ -238,8 +238,20 @@ def check_place(path, flag):
         raise UserError(f"{flag} {path}: cannot be written ({e.strerror}); give another.") from None
 
 
+def check_ends(path):
+    """Raises UserError where what is at a local `path` may never end, as a named pipe or a symlink to a device: whoever
+    reads it would wait. One that was given as such, /dev/stdin or a shell's /dev/fd/63, is read."""
+    if is_remote(path) or path.startswith("/dev/"):
+        return
+    with contextlib.suppress(OSError):  # whoever reads it will say so
+        kind = os.stat(path).st_mode
+        if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):
+            raise UserError(f"{path}: is a pipe or a device; put a file there.")
+
+
 def read_file(path):
     """Bytes of a local file or remote object, None where there is none. Raises UserError where it cannot be read."""
+    check_ends(path)
     try:
         return ask(path, "cat_file")
     except (FileNotFoundError, NotADirectoryError):

@@ -1,11 +1,16 @@
 """Completions in OpenAI's format: each answer is that of its request alone, and what is malformed is refused."""
 
 import asyncio
+import contextlib
 import json
 import shutil
+import socket
+import threading
+import tracemalloc
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import jax
 import numpy as np
@@ -17,14 +22,16 @@ from test_tools import make_run
 
 from inference import decoding
 from runtime.files import read_json, write_json
-from tools import completions
+from tools import completions, page
+
+JSON = {"Content-Type": "application/json"}
 
 
-def post(address, body):
+def post(address, body, headers=JSON):
     """(status, answer) of a body, bytes or what becomes JSON."""
     body = body if isinstance(body, bytes) else json.dumps(body).encode()
     try:
-        request = urllib.request.Request(f"{address}/v1/completions", body)
+        request = urllib.request.Request(f"{address}/v1/completions", body, headers)
         answer = urllib.request.urlopen(request, timeout=60)
         return answer.status, json.load(answer)
     except urllib.error.HTTPError as e:
@@ -117,7 +124,8 @@ user              1 []
 messages          [] "a"
 best              1
 """
-BODIES = [b"", *b'{ [] null 1 "a" {}{}'.split(), b"\xff", b"[" * 10**5, b"x" * (2**20 + 1)]
+BODIES = [b"", *b'{ [] null 1 "a" {}{}'.split(), b"\xff", b"[" * 10**5]
+BODIES += [b"x" * (2**20 + 1), b"x" * 2**23]
 
 
 def test_what_is_malformed_is_refused(served):  # noqa: F811
@@ -132,6 +140,86 @@ def test_what_is_malformed_is_refused(served):  # noqa: F811
         assert 400 <= status < 500 and error["type"] == "invalid_request_error", (body, status)
         assert error["message"][-1] == "." and "\n" not in error["message"], error
     assert post(served, asked(0) | dict(top_p=1.0, echo=False, stop=None, best_of=1))[0] == 200
+
+
+def test_only_json_of_no_other_site_is_answered(served):  # noqa: F811
+    """What another site's page makes a browser send names that site, or is no JSON."""
+    port = served.rpartition(":")[2]
+    own = dict(Origin=f"http://127.0.0.1:{port}")
+    utf8 = {"content-type": "Application/JSON; charset=utf-8"}
+    for headers in (JSON, JSON | own, utf8):
+        assert post(served, asked(1), headers)[0] == 200, headers
+    for origin in ("http://other.example", "null", f"http://localhost:{port}", "http://127.0.0.1"):
+        status, answer = post(served, asked(1), JSON | dict(Origin=origin))
+        assert status == 403 and "Another site's page" in answer["error"]["message"]
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "application/jsonx", ""):
+        status, answer = post(served, asked(1), {"Content-Type": kind})
+        assert status == 415 and "application/json" in answer["error"]["message"]
+
+
+def send(served, head, piece=b""):  # noqa: F811
+    """What the page answers to a request whose head is whole and whose body goes on for ever, if it has a `piece`."""
+    host, port = served.removeprefix("http://").split(":")
+    with socket.create_connection((host, port), 60) as connection:
+        words = "POST /v1/completions HTTP/1.1", f"Host: {host}", *head, "", ""
+        connection.sendall("\r\n".join(words).encode())
+        with contextlib.suppress(OSError):  # it no longer listens
+            while piece:
+                connection.sendall(piece)
+        return connection.recv(2**16).decode()
+
+
+def test_a_body_is_no_larger_in_memory_than_it_may_be(served, monkeypatch):  # noqa: F811
+    """One that has a length is refused unread, one that has none as soon as it is too long."""
+    monkeypatch.setattr(page, "DRAINED", 2**21)
+    assert " 413 " in send(served, [f"Content-Length: {2**40}"])
+    tracemalloc.start()
+    chunk = b"%x\r\n%s\r\n" % (2**16, b"x" * 2**16)
+    with contextlib.suppress(OSError):  # its answer may be lost with what it has not read
+        assert " 413 " in send(served, ["Transfer-Encoding: chunked"], chunk)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 2**23
+    assert post(served, asked(1))[0] == 200
+
+
+class Panic(BaseException):
+    """As those of Rust that pyo3 raises."""
+
+
+def test_no_request_ends_the_engine(served, folder, monkeypatch, capsys):  # noqa: F811
+    """Nor a whole batch; where its thread has ended, another one answers."""
+    spaces = dict(prompt=" " * 1_000_500)  # of which tiktoken panics
+    status, answer = post(served, asked(1) | spaces)
+    assert status == 400 and "more than the 32 tokens" in answer["error"]["message"]
+    for name in ("token_ids", "draw"):
+        with monkeypatch.context() as patch:
+            patch.setattr(completions.Batch, name, mock.Mock(side_effect=Panic("at once")))
+            status, answer = post(served, asked(1))
+            assert status == 500 and "Panic: at once" in answer["error"]["message"]
+        assert "warning: completions: Panic: at once" in capsys.readouterr().err
+        assert post(served, asked(1))[0] == 200
+    engine = completions.Engine(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "begin", mock.Mock(side_effect=Panic))
+        patch.setattr(engine, "fail", mock.Mock(side_effect=Panic))
+        patch.setattr(threading, "excepthook", lambda _: None)
+        engine.start()  # the first thread waits for ever
+        engine.thread.join()
+
+    async def answered():
+        return await engine.answer(completions.Parameters(**asked(1)), str(folder / "run")).next()
+
+    assert asyncio.run(answered()) is None
+    assert "it is started again" in capsys.readouterr().err
+
+
+def test_a_long_prompt_is_refused_before_it_is_tokenized(served, monkeypatch):  # noqa: F811
+    encode = mock.Mock(side_effect=AssertionError)
+    monkeypatch.setattr(completions, "encode_text", encode)
+    for prompt in ("a" * 33, "a b" * 10**5, [1] * 33, ["a", "b" * 2**19]):
+        assert post(served, asked(1) | dict(prompt=prompt))[0] in (400, 500), "of the mock"
+    assert [call.args[0] for call in encode.call_args_list] == ["a"]
 
 
 def test_the_client_of_openai_reads_it(served):  # noqa: F811

@@ -1,5 +1,6 @@
 """The local page: its numbers are those of metrics.jsonl, it writes nothing, and what it says of a run is so."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -8,7 +9,7 @@ import threading
 import urllib.request
 
 import pytest
-from conftest import free_port, listens, refusal, wait_for
+from conftest import ROOT, free_port, listens, refusal, wait_for
 from test_tools import make_run
 
 from runtime.files import to_json
@@ -53,9 +54,9 @@ def run(folder, tmp_path):
     return page.Run(str(tmp_path), "run")
 
 
-@pytest.fixture(scope="module")
-def served(folder):
-    """Address of the page of `folder`."""
+@contextlib.contextmanager
+def serving(folder):
+    """The address of the page of a folder."""
     port = free_port()
     app = page.make_app(page.Runs([str(folder)]), Engine(32))
     server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error", lifespan="off"))
@@ -63,6 +64,12 @@ def served(folder):
     wait_for(lambda: listens("127.0.0.1", port))
     yield f"http://127.0.0.1:{port}"
     server.should_exit = True
+
+
+@pytest.fixture(scope="module")
+def served(folder):
+    with serving(folder) as address:
+        yield address
 
 
 def get(address):
@@ -172,7 +179,80 @@ def test_what_others_left_in_a_run_breaks_no_page(run):
         assert state == "bad" and words.startswith("It cannot be read: ")
 
 
+NAMES = "__proto__", "constructor", "toString", "run", "\udcff"
+
+
+@pytest.fixture
+def hostile(folder, tmp_path):
+    """A folder of runs, sound ones of NAMES and others that nobody could read."""
+    config = (folder / "run" / "config.json").read_bytes()
+    for name in (*NAMES, *(f"pipe {name}" for name in (*page.SMALL, "metrics.jsonl"))):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_bytes(config)
+        strange = {"__proto__": 1.0, "constructor": 2.0}
+        rows = lines(*(row(n, lr=0.5, **strange) for n in range(1, 9)))
+        (tmp_path / name / "metrics.jsonl").write_text(rows)
+        if name not in NAMES:
+            path = tmp_path / name / name.removeprefix("pipe ")
+            path.unlink(missing_ok=True)
+            os.mkfifo(path)
+    (tmp_path / "endless").mkdir()
+    (tmp_path / "endless" / "config.json").symlink_to("/dev/zero")
+    (tmp_path / "large").mkdir()
+    with open(tmp_path / "large" / "config.json", "wb") as f:
+        f.truncate(2**40)
+    (tmp_path / "__proto__" / "plan.json").write_text('{"seconds": {"step": "1"}}')
+    (tmp_path / "run" / "checkpoints").write_text("a file")
+    return tmp_path
+
+
+def test_no_run_hides_another(hostile):
+    runs = page.Runs([str(hostile), str(hostile / "none"), str(hostile / "run")])
+    shown = {run.name.removeprefix(f"{hostile}/"): run.about for run in runs.look().values()}
+    bad = {name: about["words"] for name, about in shown.items() if about["state"] == "bad"}
+    sound = set(map(page.printable, NAMES))
+    assert shown.keys() - bad.keys() == sound and len(bad) == len(page.SMALL) + 4
+    assert all(words.startswith("It cannot be read: ") for words in bad.values())
+    assert all(shown[name]["n"] == 8 for name in sound)
+
+
+def test_a_run_whose_storage_does_not_answer_hides_no_other(hostile, monkeypatch):
+    monkeypatch.setattr(page, "PATIENCE", 0.5)
+    runs, answer = page.Runs([str(hostile)]), threading.Event()
+    runs.pause = 0
+    read_json, asked = page.read_json, []
+
+    def slow(folder, *names):
+        if folder.endswith("constructor"):
+            asked.append(folder)
+            answer.wait()
+        return read_json(folder, *names)
+
+    monkeypatch.setattr(page, "read_json", slow)
+    for _ in range(3):
+        found = runs.look()
+        assert found["constructor"].about["words"] == "Its storage does not answer."
+        assert found["toString"].about["n"] == 8
+    assert len(asked) == 1, "nobody asks it again meanwhile"
+    answer.set()
+    wait_for(lambda: runs.look()["constructor"].about["n"] == 8)
+
+
+def test_the_script_shows_runs_and_metrics_of_any_name(hostile):
+    """In a document that only remembers: the browser's own is not everywhere."""
+    node = shutil.which("node")
+    if not node:
+        pytest.skip("needs node")
+    with serving(hostile) as address:
+        words = [node, f"{ROOT}/tests/page_in_node.js", address]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    shown = json.loads(done.stdout or "{}")
+    assert done.stderr == "" and shown["state"].startswith("as of ") and not shown["polluted"]
+    drawn = dict(dict(shown["drawn"])["plot0"])
+    assert drawn["__proto__"] == drawn["constructor"] == 8 and "\\xff" in shown["list"]
+
+
 def test_mistakes_get_a_sentence(tmp_path, monkeypatch):
-    refusal(page.Runs([str(tmp_path / "none")]).look, "none", "no such folder")
+    refusal(lambda: page.main(page.Page(runs=(str(tmp_path / "none"),))), "no such folder")
     monkeypatch.setattr(page, "PACKAGES", ("json", "no_such_package"))
     refusal(page.check_packages, "no_such_package", "bash setup_tpu.sh page")

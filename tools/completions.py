@@ -2,6 +2,7 @@
 all of them in one batch of the cached decoding."""
 
 import asyncio
+import contextlib
 import functools
 import json
 import queue
@@ -17,7 +18,8 @@ import pydantic
 from jax import lax
 from pydantic import Field
 
-from data.tokenization import text_of, whole_characters
+from data.encoding import encode_text
+from data.tokenization import longest_token, text_of, whole_characters
 from inference import decoding
 from inference.scores import length_for
 from inference.weights import ends, positions
@@ -99,7 +101,8 @@ class Answer:
         self.loop = asyncio.get_running_loop()
 
     def tell(self, event):
-        self.loop.call_soon_threadsafe(self.events.put_nowait, event)
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody listens
+            self.loop.call_soon_threadsafe(self.events.put_nowait, event)
 
     async def next(self):
         """The next event. Raises `Refused`."""
@@ -191,6 +194,13 @@ def settings(rows, temperature=0.0, seed=0):
     )
 
 
+def said_of(error):
+    """An error of the engine in words, which are printed as a warning too."""
+    words = f"{type(error).__name__}: {first_line(error)}"
+    warn(f"completions: {words}")
+    return words
+
+
 @functools.lru_cache(1)
 def programs(cfg, mesh, T):
     """(prefill, advance) of `decoding.make_stream`, join(state, new, row) -> state with the state `new` of one row in
@@ -232,9 +242,13 @@ class Batch:
 
     def token_ids(self, prompt, max_tokens):
         """A prompt as token ids. Raises `Refused`."""
+        longest = longest_token(self.encoding) if isinstance(prompt, str) else 1
+        if len(prompt) > self.T * longest:  # asked first: tokenizing takes time, and a cache memory
+            words = f"prompt has more than the {self.T} tokens that this model was made for."
+            raise Refused(400, words, "prompt")
         if isinstance(prompt, str):
-            text = self.encoding.encode_ordinary(whole_characters(prompt))
-            prompt = [*self.before, *text]
+            text = encode_text(whole_characters(prompt), self.encoding)
+            prompt = [*self.before, *text.tolist()]
         vocabulary = self.cfg.model.vocab_size
         if not prompt or max(prompt) >= vocabulary:
             words = f"prompt must have tokens, of the {vocabulary} of this model."
@@ -280,7 +294,12 @@ class Engine:
         self.asked = queue.Queue()  # Answers to begin
         self.next = None  # one that waits until another model's are done
         self.batch = None
-        threading.Thread(target=self.work, name="engine", daemon=True).start()
+        self.lock = threading.Lock()  # of starting
+        self.start()
+
+    def start(self):
+        self.thread = threading.Thread(target=self.work, name="engine", daemon=True)
+        self.thread.start()
 
     def answer(self, asked, folder):
         """The `Answer` to `Parameters`, of the run in `folder`. Raises `Refused`."""
@@ -288,18 +307,26 @@ class Engine:
             raise Refused(429, f"More than {MOST_WAITING} requests wait; try again later.")
         answer = Answer(asked, folder)
         self.asked.put(answer)
+        with self.lock:
+            if not self.thread.is_alive():  # or every request from now on would wait for ever
+                self.fail(RuntimeError("the thread that answers had ended; it is started again"))
+                self.start()
         return answer
 
     def work(self):
         while True:
-            self.begin()
             try:
+                self.begin()
                 self.batch.draw()
-            except Exception as e:  # of a device, say: later requests are answered
-                warn(f"completions: {type(e).__name__}: {first_line(e)}")
-                for one in filter(None, [*self.batch.waiting, *self.batch.rows]):
-                    one.answer.tell(Refused(500, f"The model failed: {first_line(e)}."))
-                self.batch = None
+            except BaseException as e:  # of a device, say: later requests are answered
+                self.fail(e)
+
+    def fail(self, error):
+        """Warn, and refuse whatever is being answered."""
+        words = said_of(error)
+        batch, self.batch = self.batch, None
+        for one in filter(None, [*batch.waiting, *batch.rows] if batch else []):
+            one.answer.tell(Refused(500, f"The model failed: {words}."))
 
     def begin(self):
         """Begin the answers to the requests that came, and to one at least where there is nothing else to do."""
@@ -318,9 +345,10 @@ class Engine:
                 self.batch.take(answer)
             except Refused as e:
                 answer.tell(e)
-            except Exception as e:  # whatever a damaged run makes the libraries raise
-                status = 404 if isinstance(e, UserError) else 500
-                answer.tell(Refused(status, first_line(e), "model"))
+            except UserError as e:
+                answer.tell(Refused(404, first_line(e), "model"))
+            except BaseException as e:  # whatever damage makes the libraries raise, panics too
+                answer.tell(Refused(500, f"The model failed: {said_of(e)}.", "model"))
 
     def open(self, folder):
         """Open the newest checkpoint of a run, unless it is open. Raises UserError where there is none."""

@@ -10,6 +10,7 @@ if not __package__:
     import begin
 
 import contextlib
+import functools
 import glob
 import importlib.util
 import itertools
@@ -21,11 +22,13 @@ import statistics
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 import utils
 from runtime import platforms
-from runtime.files import ask, filesystem, is_remote, read_file, read_json, to_json
+from runtime.files import ask, check_ends, filesystem, is_remote, read_file, read_json, to_json
 from runtime.locks import LOCK
 from runtime.messages import UserError, first_line, one_sentence
 from runtime.parser import flag, place
@@ -77,8 +80,13 @@ from tools.completions import Engine, Refused, read_parameters
 from training import steps
 
 MOST_BYTES = 2**20  # of a request
+# bytes that are read of one before it is refused as too long: few clients read an answer while they send
+DRAINED = 2**24
+PIECE = 2**26  # bytes that are read of a file at once, and the most of one that is small
+PATIENCE = 20  # seconds after which the page is shown without a run whose storage has not answered
 RECENT = 100  # the last rows of the log, which show how a run is doing
 LOSS = "loss/train_loss"
+SMALL = "config.json", "plan.json", "samples.txt", "ended.json", LOCK  # files of a run
 
 
 class Run:
@@ -89,6 +97,7 @@ class Run:
         self.folder, self.name = folder, name
         self.config = {}
         self._forget()
+        self.tell("idle", "It is being read.")
 
     def _forget(self):
         self.version = secrets.token_hex(4)
@@ -98,28 +107,52 @@ class Run:
 
     def refresh(self):
         try:
+            self._check_files()
             self.config = read_json(self.folder, "config.json")
             with contextlib.suppress(FileNotFoundError):
                 self._read_rows(f"{self.folder}/metrics.jsonl")
             state, words = health(self.rows, self.config, time.time(), self._ended())
             found = self._measured() if self.rows else {}
         except Exception as e:  # the run of somebody else may hold anything
-            state, words, found = "bad", f"It cannot be read: {first_line(e)}", {}
-        self.about = dict(name=self.name, version=self.version, n=len(self.rows))
-        self.about |= dict(state=state, words=words, keys=[], spent={}) | found
+            return self.tell("bad", f"It cannot be read: {first_line(e)}")
+        self.tell(state, words, **found)
+
+    def tell(self, state, words, **found):
+        """Have the page list the run with this state and sentence. found: of `_measured`."""
+        about = dict(name=self.name, version=self.version, n=len(self.rows))
+        self.about = about | dict(state=state, words=words, keys=[], spent={}) | found
+
+    def _check_files(self):
+        """Raises UserError where a local file would be read for ever, or would fill the memory."""
+        for name in () if is_remote(self.folder) else SMALL:
+            path = f"{self.folder}/{name}"
+            check_ends(path)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.getsize(path) > PIECE:
+                    raise UserError(f"{path}: has more than {PIECE:,} bytes; remove it.")
 
     def _read_rows(self, path):
+        check_ends(path)
         size = ask(path, "info")["size"]
+        while self._read_piece(path, size):
+            pass
+
+    def _read_piece(self, path, size):
+        """Read further rows of a file of that size; whether there may be more."""
         begin = self.end - len(self.last)
-        content = ask(path, "cat_file", start=begin, end=size) if size > begin else b""
+        end = min(size, begin + PIECE)
+        content = ask(path, "cat_file", start=begin, end=end) if end > begin else b""
         if not content.startswith(self.last):  # a run that resumes writes the file anew
             self._forget()
-            return self._read_rows(path)
+            return True
         whole = content[: content.rfind(b"\n") + 1]  # the last line may be torn
+        if len(whole) <= len(self.last) and end < size:
+            raise UserError(f"{path}: has a line of more than {PIECE:,} bytes; remove it.")
         new = whole[len(self.last) :].splitlines(keepends=True)
         self.rows += filter(None, map(row_of, new))
         self.last = new[-1] if new else self.last
         self.end = begin + len(whole)
+        return end < size
 
     def _ended(self):
         """Whether the run has saved all steps and ended, and no process has begun to continue it."""
@@ -132,6 +165,7 @@ class Run:
         evaluated = next((row for row in reversed(self.rows) if "loss/val_loss" in row), {})
         spent = spent_in(newest)
         tokens = steps.tokens_per_step(common.stored_config(self.config))
+        planned = read_json(self.folder, "plan.json").get("seconds", {}).get("step")
         speed = statistics.median(row["tokens_per_second"] for row in self.rows[-RECENT:])
         return dict(
             keys=sorted({*newest, *evaluated}),
@@ -139,7 +173,7 @@ class Run:
             started=newest.get("time", 0) - sum(spent.values()),
             tokens=tokens,
             measured=tokens / speed,
-            planned=read_json(self.folder, "plan.json").get("seconds", {}).get("step"),
+            planned=planned if isinstance(planned, int | float) else None,
         )
 
 
@@ -190,36 +224,80 @@ def trouble_in(rows):
 
 
 class Runs:
-    """The runs in folders and addresses, looked at when somebody asks."""
+    """The runs in folders and addresses, looked at when somebody asks. Each is looked at in a thread, so that one whose
+    storage does not answer hides no other."""
 
     def __init__(self, folders):
         self.folders = [folder.rstrip("/") for folder in folders]
         self.pause = 15 if any(map(is_remote, folders)) else 1  # seconds between two looks
         self.looked = -math.inf
+        self.found = {folder: {} for folder in self.folders}  # {name: Run} of each
         self.known = {}
         self.lock = threading.Lock()
+        self.pool = ThreadPoolExecutor(32, "look")
+        self.looking = {}  # {folder or Run: the Future of its last look}
 
     def look(self):
-        """{name: Run}, up to date. Raises UserError where a folder is not there."""
+        """{name: Run}, up to date."""
         with self.lock:
             if time.monotonic() - self.looked > self.pause:
-                found = {}
-                for folder in self.folders:
-                    for name, at in runs_in(folder):
-                        name = name if name and len(self.folders) == 1 else at
-                        run = self.known.get(name) or Run(at, name)
-                        run.refresh()
-                        if "model_type" not in run.config:  # of an exported model
-                            found[name] = run
-                self.known = found
+                lists = {folder: functools.partial(self._list, folder) for folder in self.folders}
+                self._in_threads(lists)
+                runs = {n: run for found in self.found.values() for n, run in found.items()}
+                self._in_threads({run: run.refresh for run in runs.values()})
+                # an exported model has a config.json too
+                self.known = {n: run for n, run in runs.items() if "model_type" not in run.config}
                 self.looked = time.monotonic()
             return self.known
+
+    def _list(self, folder):
+        before = self.found[folder]
+        found = {}
+        try:
+            check_folder(folder)
+            for name, at in runs_in(folder):
+                name = printable(name if name and len(self.folders) == 1 else at)
+                found[name] = before.get(name) or Run(at, name)
+        except Exception as e:  # of any kind of storage, which may be there again soon
+            found = dict(before) if is_remote(folder) else {}
+            found[folder] = Unreadable(folder, folder)
+            found[folder].tell("bad", f"It cannot be read: {first_line(e)}")
+        self.found[folder] = found
+
+    def _in_threads(self, looks):
+        """Call the functions {whose: function} but for those that are still at it, and wait for PATIENCE at most."""
+        self.looking = {one: look for one, look in self.looking.items() if not look.done()}
+        begun = []
+        for one, look in looks.items():
+            if one not in self.looking:
+                self.looking[one] = self.pool.submit(look)
+                begun.append(self.looking[one])
+        wait(begun, PATIENCE)
+        for one, look in self.looking.items():
+            if isinstance(one, Run) and not look.done():
+                one.tell("bad", "Its storage does not answer.")
+
+
+class Unreadable(Run):
+    """A folder of runs that cannot be listed, in the place of its runs."""
+
+    def refresh(self):
+        pass  # what it tells is known already
+
+
+def check_folder(folder):
+    """Raises UserError where a local folder is not there."""
+    if not is_remote(folder) and not os.path.isdir(folder):
+        raise UserError(f"{folder}: there is no such folder; give one that holds runs.")
+
+
+def printable(name):
+    """A name of a file as text that a browser can send back."""
+    return os.fsencode(name).decode(errors="backslashreplace")
 
 
 def runs_in(folder):
     """(its name in the folder, where it is) of each run."""
-    if not is_remote(folder) and not os.path.isdir(folder):
-        raise UserError(f"{folder}: there is no such folder; give one that holds runs.")
     fs, there = filesystem(folder)
     fs.invalidate_cache()  # its lists of a bucket's objects
     for pattern in ("config.json", "*/config.json", "*/*/config.json"):
@@ -229,7 +307,9 @@ def runs_in(folder):
 
 
 def as_json(content, status=200):
-    return Response(to_json(content), status, media_type="application/json")
+    # no more is read of a request that is refused: its body may have no end
+    headers = {"Connection": "close"} if status == 413 else {}
+    return Response(to_json(content), status, headers, media_type="application/json")
 
 
 def error_as_json(_, error):
@@ -279,14 +359,15 @@ class Answers:
         """All runs that have a checkpoint, in OpenAI's format."""
         found = []
         for run in self.runs.look().values():
-            for step in checkpoint_steps(run.folder)[:1]:
-                found.append(dict(id=run.name, object="model", created=0, owned_by=f"step {step}"))
+            with contextlib.suppress(UserError, OSError):  # nobody can ask a damaged one
+                for step in checkpoint_steps(run.folder)[:1]:
+                    about = dict(object="model", created=0, owned_by=f"step {step}")
+                    found.append(dict(id=run.name, **about))
         return as_json(dict(object="list", data=found))
 
     async def completions(self, http):
-        body = await http.body()
-        if len(body) > MOST_BYTES:
-            raise Refused(413, f"The body must have at most {MOST_BYTES:,} bytes.")
+        body = await body_of(http)
+        check_sender(http)
         asked = read_parameters(body)
         run = await run_in_threadpool(self.run, asked.model)
         answer = self.engine.answer(asked, run.folder)
@@ -300,6 +381,31 @@ class Answers:
         usage = dict(prompt_tokens=answer.n_prompt, completion_tokens=answer.n_drawn)
         usage["total_tokens"] = answer.n_prompt + answer.n_drawn
         return as_json(about | dict(usage=usage))
+
+
+def check_sender(http):
+    """Raises `Refused` where another site's page sent a request: browsers name it, and let it send no JSON unasked."""
+    origin = http.headers.get("origin")
+    if origin is not None and urlsplit(origin).netloc != http.headers.get("host"):
+        raise Refused(403, "Another site's page may not ask; leave Origin out, or open the page.")
+    if http.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
+        words = "The body must be sent with the header Content-Type: application/json."
+        raise Refused(415, words)
+
+
+async def body_of(http):
+    """The body of a request, which is at most MOST_BYTES in memory. Raises `Refused`."""
+    read = 0
+    body = bytearray()
+    if int(http.headers.get("content-length", 0)) <= DRAINED:
+        async for part in http.stream():
+            read += len(part)
+            if read > DRAINED:
+                break
+            body += part[: MOST_BYTES + 1 - len(body)]
+        if len(body) <= MOST_BYTES:
+            return bytes(body)
+    raise Refused(413, f"The body must have at most {MOST_BYTES:,} bytes.")
 
 
 async def stream(answer, about):
@@ -337,6 +443,8 @@ def make_app(runs, engine):
 
 
 def main(options):
+    for folder in options.runs:
+        check_folder(folder)
     runs = Runs(options.runs)
     n = len(runs.look())
     try:
