@@ -7,11 +7,12 @@ command line, presets, `config.json` and the checks on resume follow. training/s
 import dataclasses
 import math
 import os
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
 from runtime import parser
-from runtime.messages import UserError
+from runtime.messages import UserError, masked
 from runtime.parser import DAYS, MANY, VOCABULARY, WIDE, Mesh, choice, flag, setting
 
 
@@ -148,16 +149,16 @@ class Model:
 class Data:
     """Where the tokens are."""
 
-    data: str = setting("data/shards", per_process=True, first=True)
+    data: str = setting("data/shards", per_process=True, first=True, places="", needed=True)
     """Folder, gs:// or s3:// address that holds the shard folders."""
-    mix: str = ""
+    mix: str = flag("", places=",")
     """Corpora and weights, such as web:0.7,code:0.3: folders in data, or addresses. Weights may change at shares of the
     run: web:0.7,code:0.3 until 0.8, web:0.3,code:0.7. Validation has their mean. Empty: data is the only corpus."""
-    cache_dir: str = setting("data/cache", per_process=True)
+    cache_dir: str = setting("data/cache", per_process=True, needed=True)
     """Local folder for what is read of remote shards; runs and processes of a machine share it."""
     cache_gb: float = setting(16.0)
     """Gigabytes of remote shards to keep there; sequences are shuffled in windows of 2 to 4 GB."""
-    tokenizer: str = flag("", first=True)
+    tokenizer: str = flag("", first=True, places="")
     """Tokenizer of the shards: a tiktoken name (cl100k_base, gpt2, ...), a file of tiktoken ranks or a Hugging Face
     tokenizer.json. Empty: the one that the shards' manifest names."""
     global_batch_size: int = setting(256, least=1, first=True, most=WIDE)
@@ -216,11 +217,11 @@ class Run:
     """Named set of defaults; a flag given beside it wins."""
     config: str = setting("", per_process=True, first=True)
     """JSON file of flags, such as the config.json of a run, between the preset and the flags that are given."""
-    name: str = setting("moe1b", first=True)
+    name: str = setting("moe1b", first=True, needed=True)
     """Name of the run, which is saved in output_dir/name."""
-    output_dir: str = setting("runs", per_process=True, first=True, path=True)
+    output_dir: str = setting("runs", per_process=True, first=True, path=True, needed=True)
     """Folder or gs:// address of all runs (Orbax writes no checkpoint to s3://)."""
-    init_from: str = setting("", first=True, path=True)
+    init_from: str = setting("", first=True, path=True, places="")
     """Weights of a new run: a run directory, a Hugging Face folder, or hf://ORGANISATION/NAME[@REVISION] or gpt2 of its
     hub. They have the architecture."""
     n_device_axis: Mesh = setting((0, 1, 1), first=True, most=MANY)
@@ -238,7 +239,7 @@ class Run:
     """Validation batches of an evaluation, the same ones every time."""
     eval_every: int = setting(100, least=1, first=True)
     """Steps between evaluations, each with one printed line."""
-    eval_tasks: str = setting("")
+    eval_tasks: str = setting("", places=",")
     """Tasks, groups, tags or patterns of EleutherAI's lm_eval to score, with commas between them, at evaluations on
     a multiple of save_steps and at the end. A name with a slash is a folder of task files."""
     eval_tasks_limit: int = setting(0)
@@ -347,8 +348,36 @@ ABSENT = {name: f.metadata["absent"] for name, f in FIELDS.items() if "absent" i
 
 
 def flatten(cfg):
-    """Config -> {flag: value} without the groups."""
-    return {name: value for group in GROUPS for name, value in vars(getattr(cfg, group)).items()}
+    """Config -> {flag: value} without the groups, for what is printed and stored: no address has a password there."""
+    flags = {name: value for group in GROUPS for name, value in vars(getattr(cfg, group)).items()}
+    return {n: masked(value) if isinstance(value, str) else value for n, value in flags.items()}
+
+
+def leaving(flags):
+    """{flag: value} of a run that may leave the house with its model, of its config.json. What each process may have
+    for itself stays, being of a machine and not of the training, and of places only the last name leaves."""
+    kept = {}
+    for name, value in flags.items():
+        facts = FIELDS[name].metadata if name in FIELDS else {}
+        if facts.get("places") is not None and isinstance(value, str):
+            separator = facts["places"]
+            parts = value.split(separator) if separator else [value]
+            kept[name] = separator.join(map(last_name, parts))
+        elif not facts.get("per_process"):
+            kept[name] = value
+    return kept
+
+
+def last_name(place):
+    """The last name of a path or an address, perhaps with a weight behind it. A bucket, a host or the home folder alone
+    has none; one of the hub of Hugging Face is everyone's."""
+    place = place.strip()
+    if place.startswith("hf://"):
+        return place
+    if place.rstrip("/") == os.path.expanduser("~"):
+        return ""
+    path = re.sub(r"^[\w+.-]+://[^/]*", "", place)
+    return re.sub(r"/+(?=:|$)", "", path).rpartition("/")[2]
 
 
 def replace(cfg, **flags):

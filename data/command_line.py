@@ -13,7 +13,7 @@ VAL_FRACTION = 0.1  # of tokenize_shards.py; train_tokenizer.py learns from none
 class Source:
     """Flags that name a source of text."""
 
-    source: str = flag(MISSING, path=True)
+    source: str = flag(MISSING, path=True, needed=True)
     """A text file, a folder of them, read recursively, or a quoted glob, each file being a document; a file, a folder
     or a quoted glob of lines of JSON (.jsonl, .ndjson, .json), .json, .csv, .tsv or .parquet, local or remote, each
     record being a document; all but .parquet also as .gz, .bz2, .xz or .zst; a dataset of the Hugging Face hub,

@@ -32,7 +32,7 @@ from data.tokenization import TOKENIZER_FILES, content_sha256, load_tokenizer
 from data.workers import cut, encoded, processes, ray_actors
 from runtime.files import is_remote
 from runtime.locks import alone_in
-from runtime.messages import UserError, say
+from runtime.messages import UserError, masked, say
 from runtime.parser import flag
 from utils import read_flags
 
@@ -43,9 +43,9 @@ EARLY = 100_000  # characters of a sample that show, before the end, that a toke
 class Options(Source):
     """Tokenize a source of text into shards of token ids, for training and for validation."""
 
-    output: str = flag(MISSING, path=True)
+    output: str = flag(MISSING, path=True, needed=True)
     """Folder, gs:// or s3:// address to write train/ and val/ into."""
-    tokenizer: str = flag(MISSING, path=True)
+    tokenizer: str = flag(MISSING, path=True, needed=True)
     """tiktoken's name of an encoding (gpt2, cl100k_base, ...), a .tiktoken file of ranks or a Hugging Face
     tokenizer.json; files are copied to OUTPUT."""
     lossy: bool = False
@@ -97,7 +97,7 @@ def tokenize(args):
 def settings_of(args, source, encoding):
     """{setting: value} of the manifest, in which shards must agree to be the same."""
     kind = os.path.splitext(args.tokenizer)[1]
-    where = os.path.abspath(args.source) if os.path.exists(args.source) else args.source
+    where = os.path.abspath(args.source) if os.path.exists(args.source) else masked(args.source)
     return {
         "source": where,
         **source.identity,

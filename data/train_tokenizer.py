@@ -78,7 +78,7 @@ class Options(Source):
 
     vocab_size: int = flag(8192, least=257)
     """Number of tokens, with all 256 bytes and the end of text."""
-    output: str = flag(MISSING, path=True)
+    output: str = flag(MISSING, path=True, needed=True)
     """File of ranks to write; its name must end in .tiktoken."""
 
 

@@ -32,6 +32,7 @@ try:
     from lm_eval.models.utils import Collator, handle_stop_sequences, normalize_gen_kwargs
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+    from lm_eval.utils import make_table as make_table
 except ImportError as e:
     raise UserError(f"--tasks: needs lm_eval ({e}); bash setup_tpu.sh eval installs it.") from None
 

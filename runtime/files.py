@@ -14,16 +14,18 @@ import secrets
 import shutil
 import stat
 import tempfile
+import threading
 import time
 
 import fsspec
 
 from runtime import interrupts
-from runtime.messages import UserError, first_line, warn
+from runtime.messages import Unavailable, UserError, first_line, warn
 
 # They would print a traceback of each failed try; `persist` reports failures in a sentence.
 LIBRARIES = "gcsfs", "s3fs", "fsspec", "google", "aiohttp", "aiobotocore", "botocore", "asyncio"
 WAITS = (1, 2, 4, 8, 16, 32)  # seconds before each further try: a minute's failure costs no run
+FIRST, PAUSE = 2, 5  # seconds until a line about storage that does not answer, and between two
 # What Orbax takes for something else in a path, of which it makes a glob and an address: brackets, **, a backslash,
 # gs:/ with one slash, and bytes that are not UTF-8.
 MISREAD = re.compile(r"[][\\\ud800-\udfff]|\*\*|gs:/(?!/)")
@@ -58,40 +60,132 @@ def filesystem(path):
         ) from None
 
 
+class Waiting:
+    """What is asked of remote storage and not done: a line tells of it after FIRST seconds or its first failure, and
+    then every PAUSE. A thread prints it, since libraries try again inside one call, and one that connects may hang.
+    Where many calls are under way, as of a corpus that is read, one line is of all."""
+
+    def __init__(self):
+        self.calls = {}  # {a call: [path, when it began, what its last try raised, in words]}
+        self.lock = threading.Lock()
+        self.thread = None
+        self.said = -math.inf  # when the last line was printed
+
+    @contextlib.contextmanager
+    def on(self, path):
+        """A call while it is under way: what `failed` takes."""
+        call = object()
+        with self.lock:
+            self.calls[call] = [path, time.monotonic(), ""]
+            if not self.thread or not self.thread.is_alive():  # as after a fork
+                self.thread = threading.Thread(target=self._watch, name="waiting", daemon=True)
+                self.thread.start()
+        try:
+            yield call
+        finally:
+            with self.lock:
+                del self.calls[call]
+
+    def failed(self, call, error):
+        with self.lock:
+            self.calls[call][2] = f" ({error})"
+            self._tell(call, "trying again")
+
+    def _watch(self):
+        """Until nothing is under way."""
+        while True:
+            time.sleep(1)
+            with self.lock:
+                if not self.calls:
+                    self.thread = None
+                    return
+                call = min(self.calls, key=lambda call: self.calls[call][1])
+                waited = time.monotonic() - self.calls[call][1]
+                if waited >= FIRST:
+                    self._tell(call, f"not done after {waited:.0f} s, still waiting")
+
+    def _tell(self, call, words):
+        if time.monotonic() - self.said < PAUSE:
+            return
+        self.said = time.monotonic()
+        path, _, error = self.calls[call]
+        others = f" and {len(self.calls) - 1} more" if len(self.calls) > 1 else ""
+        warn(f"{path}{others}{error}: {words}")
+
+
+WAITING = Waiting()
+
+
 def persist(work, path):
-    """work(), which reads or writes `path`, tried again with exponential back-off while remote storage fails. Raises
-    UserError after the last try, or soon where access is denied; FileNotFoundError and its kin at once."""
+    """work(), which reads or writes `path`, tried again with exponential back-off while remote storage fails, which
+    `Waiting` tells. After the last try raises Unavailable where storage may answer later, UserError where a person must
+    act: soon where access is denied. FileNotFoundError and its kin are raised at once."""
+    if not is_remote(path):
+        return work()
+    with WAITING.on(path) as call:
+        return persist_in(call, work, path)
+
+
+def persist_in(call, work, path):
+    """`persist` in a call of `Waiting`."""
     began = time.monotonic()
     for tries, pause in enumerate((*WAITS, None), 1):
         try:
             return work()
         except (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError):
             raise
+        except UserError:  # of `filesystem`
+            raise
         except Exception as e:  # every kind of storage has errors of its own
-            if not is_remote(path):
-                raise
             said = f"{type(e).__name__}: {first_line(e)}"
             late = time.monotonic() > began + sum(WAITS)  # libraries have tried again, too
             if pause is None or late or (tries == 3 and is_denied(e)):
-                raise UserError(
-                    f"{path} cannot be used ({said}); check that it exists and your credentials give access to it."
+                if needs_a_person(e):
+                    advice = "check that it exists and your credentials give access to it"
+                    raise UserError(f"{path} cannot be used ({said}); {advice}.") from None
+                raise Unavailable(
+                    f"{path} cannot be used ({said}); rerun when it answers."
                 ) from None
-            if pause == 4:
-                warn(f"{path} ({said}); trying again")
+            WAITING.failed(call, said)
             time.sleep(pause * random.uniform(0.5, 1.0))  # hosts should not all retry at once
+
+
+def status_of(error):
+    """The HTTP status that a library's error tells; None where it tells none."""
+    response = getattr(error, "response", None)  # of botocore
+    if isinstance(response, dict):
+        return response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    code = getattr(error, "code", None) or getattr(error, "status", None)
+    return int(code) if str(code).isdecimal() else None
+
+
+def lacks_credentials(error):
+    return type(error).__name__ in ("DefaultCredentialsError", "NoCredentialsError")
 
 
 def is_denied(error):
     """Whether an error of a library for storage means missing rights."""
-    missing = type(error).__name__ in ("DefaultCredentialsError", "NoCredentialsError")
     denied = isinstance(error, PermissionError) or str(error).startswith("Forbidden")
-    return missing or denied or getattr(error, "code", None) in (401, 403)
+    return lacks_credentials(error) or denied or status_of(error) in (401, 403)
+
+
+def needs_a_person(error):
+    """Whether asking once more is no use: rights are missing, or what was asked is wrong. A status of 401 may pass, as
+    when a token is renewed, and so may the lack of a connection."""
+    status = status_of(error)
+    if status is None:
+        return is_denied(error)
+    return 400 <= status < 500 and status not in (401, 408, 409, 425, 429)
 
 
 def ask(path, method, *args, **settings):
     """What a method of fsspec's file system answers for a path or address. Raises as `persist` does."""
-    fs, there = filesystem(path)
-    return persist(lambda: getattr(fs, method)(there, *args, **settings), path)
+
+    def work():
+        fs, there = filesystem(path)  # here: looking for credentials may take as long as asking
+        return getattr(fs, method)(there, *args, **settings)
+
+    return persist(work, path)
 
 
 def list_folder(folder, detail=True):
@@ -161,6 +255,17 @@ def locked(path, how=0):
 
 
 @contextlib.contextmanager
+def removed(remove):
+    """Call `remove` at the end, also where a signal ends the process meanwhile."""
+    interrupts.given_back.append(remove)
+    try:
+        yield
+    finally:
+        remove()
+        interrupts.given_back.remove(remove)
+
+
+@contextlib.contextmanager
 def replacing(path, lasting=True):
     """A binary file to write and read that becomes the local `path`, or the target of that symlink, when it is whole;
     if `lasting`, also where the machine fails right after. Raises OSError."""
@@ -174,10 +279,9 @@ def replacing(path, lasting=True):
         with contextlib.suppress(OSError):
             os.remove(part)
 
-    with interrupts.ending:
-        f = open(part, "x+b")
-        interrupts.given_back.append(remove)  # a signal may end the process at any moment
-    try:
+    with removed(remove):
+        with interrupts.ending:
+            f = open(part, "x+b")
         with f:
             with contextlib.suppress(OSError):  # not every file system has locks
                 fcntl.flock(f, fcntl.LOCK_EX)
@@ -188,10 +292,7 @@ def replacing(path, lasting=True):
         with contextlib.suppress(OSError):
             os.chmod(part, stat.S_IMODE(os.stat(path).st_mode))
         with interrupts.ending:
-            os.replace(part, path)
-    finally:
-        remove()  # which finds nothing once that is done
-        interrupts.given_back.remove(remove)
+            os.replace(part, path)  # `remove` finds nothing then
 
 
 @contextlib.contextmanager
@@ -201,15 +302,16 @@ def appearing(folder):
     remove_parts(*os.path.split(path))
     part = part_of(path)
     try:
-        os.makedirs(part)
-        with locked(part):
-            yield part
-            os.sync()
-            os.rename(part, folder)
+        with removed(lambda: shutil.rmtree(part, ignore_errors=True)):
+            with interrupts.ending:
+                os.makedirs(part)
+            with locked(part):
+                yield part
+                os.sync()
+                with interrupts.ending:
+                    os.rename(part, folder)
     except OSError as e:
         raise UserError(f"{folder}: cannot be written ({e.strerror or e}).") from None
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
 def write_file(path, content):

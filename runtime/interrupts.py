@@ -73,24 +73,20 @@ def begin(words="interrupted"):
 
 def run(program):
     """What every program ends with: run `program()` and end the process, with the status that it returns or 0, or as
-    `messages.one_sentence` does, or with 130 after Ctrl-C."""
+    `messages.one_sentence` does. A signal ends it at once, with a word: libraries that are being imported or that wait
+    for threads would make a KeyboardInterrupt something else."""
     import multiprocessing
 
     from runtime import messages
 
-    def interrupt(*_):
+    def interrupted(number):
         for child in multiprocessing.active_children():
-            child.kill()  # or the program would wait for what it does
-        raise KeyboardInterrupt
+            child.kill()
+        end(128 + number, "interrupted")
 
-    try:
-        for number in heeded():
-            signal.signal(number, interrupt if number == signal.SIGINT else signal.SIG_DFL)
-        done = messages.one_sentence(program)
-        sys.exit(done if isinstance(done, int) else 0)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
+    watch(interrupted)
+    done = messages.one_sentence(program)
+    sys.exit(done if isinstance(done, int) else 0)
 
 
 def watch(note):

@@ -3,15 +3,32 @@
 import contextlib
 import difflib
 import os
+import re
 import signal
 import sys
 import time
+
+# What an address may hold that is nobody else's: what precedes @ in it (a revision of the hub's may, too), and what
+# its query says under such a name, X-Amz-Signature or access_token.
+BEFORE_HOST = re.compile(r"(?<!hf)(://)[^\s/'\"]+@")
+NAMES = "token|sig|secret|pass|pwd|key|cred|auth|session|code"
+IN_QUERY = re.compile(rf"([?&;][^\s=&;]*(?:{NAMES})[^\s=&;]*=)[^\s&;'\"),]+", re.IGNORECASE)
+HIDDEN = "***"
+
+
+def masked(text):
+    """The text with HIDDEN for passwords and tokens in the addresses in it."""
+    text = BEFORE_HOST.sub(rf"\1{HIDDEN}@", str(text))
+    return IN_QUERY.sub(rf"\1{HIDDEN}", text)
 
 
 class UserError(Exception):
     """A mistake that the user can fix: one sentence that says what is wrong, where, and what would be right."""
 
     status = 2  # of a program that it ends
+
+    def __init__(self, sentence):
+        super().__init__(masked(sentence))
 
 
 class Unavailable(UserError):
@@ -23,7 +40,7 @@ class Unavailable(UserError):
 def first_line(error):
     """The first line of a library's error, at most 200 characters, or its class where it has none."""
     # TensorStore appends the addresses of its functions
-    text = str(error).split(" See full TensorStore")[0].strip()
+    text = masked(error).split(" See full TensorStore")[0].strip()
     return (text or type(error).__name__).splitlines()[0][:200]
 
 
@@ -42,17 +59,40 @@ def open_streams():
 
 
 def one_sentence(program):
-    """Run `program()`; a UserError becomes one line and its status, a reader of its output that has left status 141."""
+    """Run `program()`; a UserError becomes one line and its status, a reader of its output that has left status 141,
+    and output that cannot be written, as to a full disk, a line and status 1."""
     try:
         done = program()
         sys.stdout.flush()
         return done
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more at its end
+        give_up_stdout()
         sys.exit(128 + signal.SIGPIPE)
     except UserError as e:
         say_error(e)
         sys.exit(e.status)
+    except OSError as e:
+        if can_print():
+            raise
+        give_up_stdout()
+        say_error(
+            f"standard output cannot be written ({e.strerror}); make room, or send it elsewhere."
+        )
+        sys.exit(1)
+
+
+def can_print():
+    """Whether stdout takes a line: an error of writing does not tell which file it is of."""
+    try:
+        print(flush=True)
+    except OSError:
+        return False
+    return True
+
+
+def give_up_stdout():
+    """Send what else is printed nowhere: Python flushes once more at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def nearest(word, known):
@@ -72,13 +112,13 @@ def size(n):
 def say(words):
     """Print a line with the time of day, at once."""
     with contextlib.suppress(OSError):  # a full disk under the log ends no training
-        print(time.strftime("%H:%M:%S"), words, flush=True)
+        print(time.strftime("%H:%M:%S"), masked(words), flush=True)
 
 
 def say_aside(words):
     """Print words on stderr, at once: stdout may be one JSON object."""
     with contextlib.suppress(OSError):
-        print(words, file=sys.stderr, flush=True)
+        print(masked(words), file=sys.stderr, flush=True)
 
 
 def warn(words):

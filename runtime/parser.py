@@ -49,6 +49,8 @@ def flag(default, **facts):
         seen nor the mathematics of a step depend on it. Batch sizes may differ as long as the global batch stays (see
         `settings.resume`).
     per_process: True where processes that train together may have each its own value.
+    needed: True where an empty text would mean the current directory, or nothing.
+    places: what is between the parts of a value each of which may be a path or an address; "" where it is one.
     first: True where people need it in their first week: --help shows these.
     derived: True where no command line has it: it follows from the others and the data.
     path: True where ~ at its front is the home folder.
@@ -63,7 +65,7 @@ def setting(default, **facts):
 
 def place():
     """A flag whose value is given without its name, and must be given."""
-    return flag(dataclasses.MISSING, positional=True)
+    return flag(dataclasses.MISSING, positional=True, needed=True)
 
 
 def choice(default, **facts):
@@ -124,7 +126,9 @@ def value_of(f, words):
                 value = one(value)
         if must := unmet(f, value):
             near = nearest(word, choices)
-            raise UserError(f"{shown(f)} {word:.40}: must be {must}{near}; see --help.")
+            raise UserError(
+                f"{shown(f)} {word or repr(word):.40}: must be {must}{near}; see --help."
+            )
         values.append(value)
     return values[0] if n in (0, 1) else tuple(values)
 
@@ -152,6 +156,8 @@ def unmet(f, value):
     is_right = value in choices if choices else type(value) is one
     if not is_right or value != value:  # it is NaN
         return wanted(f)
+    if value == "" and f.metadata.get("needed"):
+        return "a text that is not empty"
     if one not in MOST:
         return ""
     least = f.metadata.get("least", 0)

@@ -20,11 +20,13 @@ import pytest
 from conftest import ARCHITECTURES, BYTE_RANKS, ROOT, SMALL, flags_of, refusal, small_config
 
 import architectures
+import dataset
 import presets
 import utils
 from data import tokenization, tokenize_shards, train_tokenizer
+from data.sources import base, kinds
 from runtime import files, messages, parser, platforms, processes
-from tools import bench, checkpoints, common, compare, hf, trace
+from tools import bench, checkpoints, common, compare, evaluate, hf, trace
 from training import command_line, settings, steps
 
 FLAGS = parser.fields_of(utils.Config)
@@ -150,6 +152,51 @@ BAD_FILES = {
     '{"blocks": 0}': "blocks is 0, but must be at least 1",
     "[]": "not a JSON object",
 }
+
+
+HIDDEN = "https://user:hidden@127.0.0.1:9/a@b?X-Amz-Signature=hidden&page=3&sig=hidden#x"
+
+
+def test_no_password_of_an_address_is_printed_or_stored(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("aiohttp")
+    monkeypatch.setattr(files, "WAITS", (0,))
+    source = SimpleNamespace(source=HIDDEN, text_column="text", skip_damaged=False)
+    works = [lambda: files.read_file(HIDDEN), lambda: kinds.open_source(source)]
+    works += [lambda: dataset.Corpus(small_config(data=HIDDEN), HIDDEN, "train")]
+    works += [lambda: evaluate.open_shards(common.Evaluate(model="x"), small_config(), HIDDEN)]
+    for work in works:
+        said = refusal(work, "127.0.0.1:9/a@b?", "page=3")
+        assert "hidden" not in said
+    for tell in (messages.say, messages.warn, messages.say_error, base.tell):
+        tell(f"see {HIDDEN}, or {HIDDEN}")
+    assert "hidden" not in messages.first_line(ValueError(HIDDEN))
+    out, err = capsys.readouterr()
+    assert (out + err).count("***@127.0.0.1:9/a@b") >= 8 and "hidden" not in out + err
+    cfg = utils.replace(utils.Config(), data=HIDDEN, mix=f"{HIDDEN}:1", init_from=HIDDEN)
+    assert "hidden" not in json.dumps(utils.flatten(cfg))
+    args = SimpleNamespace(source=HIDDEN, tokenizer="gpt2", shard_tokens=1, val_fraction=0)
+    args.drop_duplicates = False
+    encoding = SimpleNamespace(_mergeable_ranks=BYTE_RANKS, eot_token=256, n_vocab=257)
+    made = tokenize_shards.settings_of(args, SimpleNamespace(identity={}), encoding)
+    assert "hidden" not in json.dumps(made) and "page=3" in made["source"]
+    stored = tmp_path / "config.json"
+    stored.write_text(json.dumps({"data": messages.masked(HIDDEN)}))
+    words = ["--config", str(stored)]
+    refusal(lambda: command_line.parse(words), "data is https://***@", "give --data")
+    monkeypatch.setattr(sys, "argv", ["main.py", "--data", HIDDEN])
+    assert command_line.parse([*words, "--data", HIDDEN]).cfg.data.data == HIDDEN
+    assert "hidden" not in " ".join(sys.argv), "which wandb keeps"
+
+
+def test_what_is_no_password_stays():
+    for text in (
+        "gs://b/a@b:1/x?",
+        "hf://org/name@rev",
+        "hf://gpt2@main",
+        "mail me@x.org, a=b?",
+        "host:1",
+    ):
+        assert messages.masked(text) == text
 
 
 def test_a_mistake_in_a_file_of_flags_gets_a_sentence(tmp_path):
@@ -300,6 +347,18 @@ def test_a_number_beyond_its_bounds_is_refused_at_once(program):
             assert not parser.unmet(f, most)
 
 
+@pytest.mark.parametrize("program", {*PROGRAMS, hf.Options} - {utils.Config, bench.Options})
+def test_no_folder_is_an_empty_text(program):
+    """Which would be the current directory, or the root of all."""
+    needed = [f for f in parser.fields_of(program).values() if f.metadata.get("needed")]
+    assert needed
+    for f in needed:
+        before = ["export"] if program is hf.Options else []
+        words = [*before, ""] if parser.is_place(f) else [f"--{f.name}", ""]
+        said = refusal(lambda: utils.read_flags(program, words, "program"), "that is not empty")
+        assert said.startswith(f"{parser.shown(f)} '': ") or program is hf.Options
+
+
 TEXTS = "x é漢 ../x a/b -x -- $(x) %s . ~ * a,b : 1:2 x:0.7,y true None [1".split()
 TEXTS += ["", " ", "x\ny", "x" * 5000]
 NUMBERS = "0 1 -1 2 3 7 8 +5 1e3 1.5 0x10 1_000 １２ 1e308 1e400 nan -inf 1e-320 1,5".split()
@@ -360,6 +419,41 @@ def test_a_program_whose_reader_leaves_ends_quietly():
     done = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     done.stdout.close()
     assert (done.stderr.read(), done.wait(300)) == (b"", 141)
+
+
+def test_output_that_cannot_be_written_is_one_line():
+    """Other errors of the system are none of its."""
+    with open("/dev/full", "w") as full:
+        words = [sys.executable, ROOT / "main.py", "--help"]
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("error: standard output cannot be")
+    assert done.stderr.count("\n") == 1, done.stderr
+    with open("/dev/full", "w") as full, pytest.raises(OSError):
+        messages.one_sentence(lambda: os.write(full.fileno(), b"x"))
+
+
+def test_an_interrupt_that_a_library_would_swallow_is_one_line(tmp_path):
+    """While it is imported, say; nothing unfinished is left."""
+    swallows = """
+import os, signal, time
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(600)
+except BaseException:
+    raise ImportError from None
+"""
+    (tmp_path / "swallows.py").write_text(swallows)
+    code = f"""
+sys.path.insert(0, {str(tmp_path)!r})
+from runtime import files
+def program():
+    with files.appearing({str(tmp_path / "folder")!r}) as part, files.replacing(f"{{part}}/file"):
+        import swallows
+interrupts.run(program)
+"""
+    done = streams(code, "")
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+    assert os.listdir(tmp_path) == ["swallows.py"]
 
 
 def test_flags_are_read_before_jax_is_imported():

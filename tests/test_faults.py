@@ -13,9 +13,12 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import fsspec
 import jax
@@ -548,23 +551,87 @@ def test_missing_rights_are_one_sentence_and_nothing_else(train, monkeypatch, ca
     assert caplog.text == "" and "Traceback" not in capfd.readouterr().err
 
 
-def test_storage_that_does_not_answer_is_tried_for_a_minute_with_a_word(monkeypatch, capsys):
+@pytest.fixture
+def clock(monkeypatch):
+    """The clock of runtime/files.py, a list of seconds; it goes on when somebody sleeps."""
+    now, sleep = [0.0], time.sleep
+
+    def pause(seconds):
+        now[0] += seconds
+        sleep(0.001)
+
+    monkeypatch.setattr(files, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=pause))
+    monkeypatch.setattr(files, "WAITING", files.Waiting())
+    return now
+
+
+def test_storage_that_fails_is_tried_for_a_minute_and_that_is_said(monkeypatch, capsys, clock):
     def fails():
-        now[0] += 20  # its library tried again, too
-        tries.append(now[0])
+        tries.append(clock[0])
+        clock[0] += 20  # its library tried again, too
         raise OSError("no network")
 
-    now, tries = [0.0], []
-    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda _: None)
-    monkeypatch.setattr(files, "time", clock)
+    monkeypatch.setattr(files.random, "uniform", lambda *_: 0)
+    tries = []
     said = "gs://bucket/x cannot be used (OSError: no network"
     refusal(lambda: files.persist(fails, "gs://bucket/x"), said)
-    assert tries == [20, 40, 60, 80], "no try begins later than a minute"
-    said = capsys.readouterr()
-    assert said.err == "warning: gs://bucket/x (OSError: no network); trying again\n"
+    assert len(tries) >= 3 and tries[-1] < 70, "no try begins later than a minute"
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "warning: gs://bucket/x (OSError: no network): trying again"
+    assert len(lines) >= 3 and all(line.startswith("warning: gs://bucket/x (") for line in lines)
     with pytest.raises(OSError):
         files.persist(fails, "/local")
     refusal(lambda: files.read_file("foo://x"), "foo://x: is no address that can be used (")
+
+
+def test_storage_that_does_not_answer_is_told_while_it_is_waited_for(capsys, clock):
+    """At once and then every few seconds, one line of all calls; nothing when all are answered."""
+    answer, lines = threading.Event(), []
+
+    def told():
+        lines.extend(capsys.readouterr().err.splitlines())
+        return len(lines) >= 6
+
+    pool = ThreadPoolExecutor(3)
+    calls = [pool.submit(files.persist, answer.wait, f"gs://b/{n}") for n in range(3)]
+    wait_for(told)
+    answer.set()
+    assert all(call.result() for call in calls)
+    wait_for(lambda: files.WAITING.thread is None)
+    seconds = [float(re.search(r"after (\d+) s, still waiting", line)[1]) for line in lines]
+    assert seconds[0] <= 3 and all(4 <= b - a <= 8 for a, b in zip(seconds, seconds[1:]))
+    assert "warning: gs://b/0 and 2 more: " in lines[-1]
+    files.persist(lambda: None, "gs://b/x")
+    assert capsys.readouterr().err.count("\n") <= 1
+
+
+def error_of(status):
+    return type("HttpError", (Exception,), dict(code=status))()
+
+
+PASSES = [error_of(n) for n in (401, 408, 429, 500, 502, 503)] + [
+    TimeoutError(),
+    OSError(),
+    EOFError(),
+]
+ACTS = [error_of(n) for n in (400, 403, "403", 412)] + [
+    PermissionError(),
+    Exception("Forbidden: x"),
+]
+ACTS += [
+    type("DefaultCredentialsError", (Exception,), {})(),
+    type("NoCredentialsError", (Exception,), {})(),
+]
+for status, errors in ((503, PASSES), (403, ACTS)):
+    response = dict(ResponseMetadata=dict(HTTPStatusCode=status))
+    errors.append(type("ClientError", (Exception,), dict(response=response))())
+
+
+@pytest.mark.parametrize("error", [*PASSES, *ACTS], ids=lambda error: type(error).__name__)
+def test_an_outage_ends_a_program_for_another_try_and_a_mistake_for_a_person(error, clock):
+    with pytest.raises(messages.UserError) as e:
+        files.persist(mock.Mock(side_effect=error), "gs://bucket/x")
+    assert (type(e.value) is messages.Unavailable) == (error in PASSES)
 
 
 BAD = [5, 6, 31, 32, 33]  # the last three send the run back to step 20

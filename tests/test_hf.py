@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -36,8 +37,8 @@ from architectures import gpt2
 from data import tokenization
 from dataset import Mixture, manifests
 from inference import hugging_face, sampling, weights
-from runtime import files
-from tools import common, evaluate, hf, sample
+from runtime import files, parser
+from tools import common, evaluate, hf, model_card, sample
 from training import command_line, settings, steps
 
 DEEPSEEK = ARCHITECTURES["deepseek"]
@@ -586,9 +587,76 @@ def test_a_run_is_pushed_to_the_hub_with_its_numbers(train, text_shards, tmp_pat
     *_, last = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     cfg = json.loads((run / "config.json").read_text())
     tokens = 2 * cfg["train_batch_size"] * cfg["T"]
-    known = [str(text_shards), cfg["commit"], '"user/name", trust_remote_code=True)']
+    known = [f"`{text_shards.name}`", cfg["commit"], '"user/name", trust_remote_code=True)']
     known += [f"{last[f'loss/{of}_cross_entropy_loss']:.4f} nats" for of in ("train", "val")]
     assert all(part in card for part in [*known, f"{tokens:,} (2 steps"]), card
+    flags = ["--config", str(tmp_path / "exported/training.json"), "--data", str(text_shards)]
+    again = command_line.parse(flags).cfg
+    assert again.model == utils.replace(again, vocab_size=512).model and again.run.seed == 0
+
+
+TEXTS = {"architecture", "attention", "preset", "name", "profile", "prompt"}  # of no place
+LOCAL = {
+    "data": "gs://alices-bucket/corpora/web",
+    "mix": "gs://alices-bucket/corpora/web:0.7,/home/alice/code/:0.2 until 0.5, s3://alices-bucket/w:1",
+    "coordinator": "alices-machine:8476",
+    "eval_tasks": "hellaswag,/home/alice/tasks/mine",
+}
+
+
+def test_nothing_of_the_machine_leaves_with_a_model(tmp_path):
+    """Whatever flag names a place, also those that come; files have the mode that any other has."""
+    run, _, _, _ = make_run(tmp_path)
+    tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, tokenization.END_OF_TEXT: 1}, [])).save(
+        str(run / "tokenizer.json")
+    )
+    about = dict(name_or_path="/home/alice/x", eos_token=tokenization.END_OF_TEXT, unk_token="/")
+    (run / "tokenizer_config.json").write_text(json.dumps(about))
+    config = json.loads((run / "config.json").read_text()) | {"encoding": "tokenizer.json"}
+    for name, f in utils.FIELDS.items():
+        one, _ = parser.type_of(f)
+        if one is str and name not in TEXTS:
+            config[name] = LOCAL.get(name, f"/home/alice/{name}/last")
+    (run / "config.json").write_text(json.dumps(config))
+    row = {"step": 0, "loss/train_cross_entropy_loss": 3.0}
+    before = os.umask(0o022)
+    with mock.patch.object(model_card, "read_rows", lambda _: [row]):
+        hf.export(str(run), str(tmp_path / "out"))
+    os.umask(before)
+    secret = "alice", "8476", str(tmp_path), os.path.expanduser("~/"), str(ROOT), "gs://", "s3://"
+    for path in (tmp_path / "out").iterdir():
+        content = path.read_bytes()
+        assert not [word for word in secret if word.encode() in content], path.name
+        assert path.stat().st_mode & 0o777 == 0o644, path.name
+    told = json.loads((tmp_path / "out/training.json").read_text())
+    assert told["mix"] == "web:0.7,code:0.2 until 0.5,w:1" and told["init_from"] == "last"
+    assert told["eval_tasks"] == "hellaswag,mine" and told["T"] == config["T"]
+    assert "`web:0.7,code:0.2 until 0.5,w:1`" in (tmp_path / "out/README.md").read_text()
+    assert utils.leaving({"init_from": "hf://org/name@main"}) == {"init_from": "hf://org/name@main"}
+    home = os.path.expanduser("~")
+    for place in (home, f"{home}/", "gs://alices-bucket", "https://user:alice@host"):
+        assert utils.leaving({"data": place}) == {"data": ""}
+
+
+def test_a_folder_that_was_not_trained_here_is_exported_again(deepseek, tmp_path):
+    _, _, folder = deepseek
+    hf.export(str(folder), str(tmp_path / "again"))
+    again = {path.name: path.read_bytes() for path in (tmp_path / "again").iterdir()}
+    assert again["model.safetensors"] == (folder / "model.safetensors").read_bytes()
+    assert "were imported" in again["README.md"].decode() and "training.json" not in again
+
+
+def test_a_disk_that_is_full_leaves_nothing_of_an_export(deepseek, tmp_path):
+    """Whatever is written when it is full, the library's file too."""
+    _, run, _ = deepseek
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for most in (100, 4096, 2**16):  # bytes of a file
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+        try:
+            refusal(lambda: hf.export(str(run), str(tmp_path / "out")), "out", "cannot be written")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert os.listdir(tmp_path) == []
 
 
 def test_a_folder_appears_when_it_is_whole(tmp_path):

@@ -99,6 +99,26 @@ def measured(run, **options):
     return evaluate.main(common.Evaluate(model=str(run[0]), **ONE | options))
 
 
+def test_a_prompt_longer_than_the_model_is_refused_before_memory_is_asked_for(run, monkeypatch):
+    monkeypatch.setattr(decoding, "make_stream", None)
+    for text in ("a" * 10**6, " " * 1_000_500, "a" * 33):
+        refusal(lambda: continued(run, (text,)), "tokens or more, beyond the 32 that", "--T ")
+        refusal(lambda: continued(run, (text,), T=31), "beyond the 31 of --T; give a shorter one")
+
+
+def test_devices_that_lack_memory_are_a_sentence():
+    def lacks(words):
+        with common.memory_explained("give less"):
+            raise jax.errors.JaxRuntimeError(words)
+
+    said = "the devices lack memory (RESOURCE_EXHAUSTED: Out of memory"
+    refusal(
+        lambda: lacks("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes."), said, "give less"
+    )
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        lacks("INTERNAL: x")
+
+
 def test_typed_lines_continue_as_prompts_do(run, capsys, monkeypatch):
     lines = [prompt for prompt in PROMPTS if prompt]
     rows = [continued(run, prompts=(line,))[0].text for line in lines]

@@ -1,5 +1,6 @@
 """What the programs here share: their flags, opening a model, text of tokens."""
 
+import contextlib
 import sys
 from dataclasses import dataclass
 from typing import Literal
@@ -9,7 +10,7 @@ from architectures import architecture
 from data import tokenization
 from runtime import interrupts, platforms
 from runtime.files import read_json
-from runtime.messages import UserError, one_sentence, warn
+from runtime.messages import UserError, first_line, one_sentence, warn
 from runtime.parser import Mesh, flag, place
 from training import settings
 
@@ -58,7 +59,7 @@ class Sample(Options, utils.Sample):
 class Evaluate(Options):
     """Measure a trained model on shards, text and the tasks of lm_eval."""
 
-    data: tuple[str, ...] = ()
+    data: tuple[str, ...] = flag((), needed=True)
     """Each a folder of shards, or one with such a folder val in it; or text or records, as --source of
     data/tokenize_shards.py names them. Addresses too, but for folders of text."""
     tasks: tuple[str, ...] = ()
@@ -131,6 +132,19 @@ def open_model(options, text):
     stored = load(steps.abstract_params(cfg, mesh))
     params = jax.tree.map(convert, table, stored, is_leaf=parameters.is_param)
     return cfg, mesh, params, encoding
+
+
+@contextlib.contextmanager
+def memory_explained(advice):
+    """Raises UserError, which ends with `advice`, where the devices lack memory for what is done in here."""
+    import jax
+
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as e:
+        if not str(e).startswith("RESOURCE_EXHAUSTED"):
+            raise
+        raise UserError(f"the devices lack memory ({first_line(e)}); {advice}.") from None
 
 
 def warn_of_more_tokens(encoding, vocab_size, folder):

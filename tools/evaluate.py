@@ -20,7 +20,7 @@ import utils
 from data import tokenization
 from runtime import interrupts
 from runtime.files import check_place, is_remote, to_json, write_file
-from runtime.messages import UserError, warn
+from runtime.messages import UserError, masked, warn
 from tools import common
 
 if __name__ == "__main__":
@@ -112,7 +112,8 @@ def evaluate(options, path, cfg, encoding, score):
     else:
         raise UserError(f"--data {path}: text needs a tokenizer, and {options.model} has none.")
     hidden = not sys.stderr.isatty()
-    scored = list(tqdm(score(sequences, T), path, total, leave=False, disable=hidden))
+    shown = masked(path)
+    scored = list(tqdm(score(sequences, T), shown, total, leave=False, disable=hidden))
     if not scored:
         raise UserError(f"--data {path}: there is no text in it.")
     unit, sums, tokens, _ = map(np.array, zip(*scored))
@@ -129,7 +130,7 @@ def evaluate(options, path, cfg, encoding, score):
         n_bytes = tokens * corpus.bytes_per_token if corpus else np.array(sizes)
         bits, bits_error = mean(sums / math.log(2), n_bytes)
     return dict(
-        data=path,
+        data=shown,
         sequences=len(unit),
         clusters=len(sums),
         tokens=int(tokens.sum()),
@@ -163,15 +164,14 @@ def main(options):
     cfg, mesh, params, encoding = common.open_model(options, bool(options.tasks))
     score = functools.partial(make_scorer(cfg, mesh, options.batch_size), params)
     try:
-        data = [evaluate(options, path, cfg, encoding, score) for path in options.data]
+        with common.memory_explained("give less --batch_size or --T"):
+            data = [evaluate(options, path, cfg, encoding, score) for path in options.data]
     except UserError as e:
         # the modules that read shards and text know them by the flags of other programs
         raise UserError(str(e).replace("--source", "--data").replace(ADVICE, "")) from None
     results = dict(data=data)
     tables = [table(data)] if data else []
     if options.tasks:
-        from lm_eval.utils import make_table
-
         from inference import tasks  # here: it takes lm_eval seconds to be imported
 
         T = options.T or cfg.model.T
@@ -181,7 +181,7 @@ def main(options):
         found = tasks.ask(lm, params, loaded, options.limit, bootstrap=1000)
         found["config"] = dict(model=options.model, T=T, limit=options.limit, start=options.start)
         found["packages"] = {name: version(name) for name in ("lm_eval", "datasets", "jax")}
-        tables += [make_table(found, kind) for kind in ("results", "groups") if kind in found]
+        tables += [tasks.make_table(found, kind) for kind in ("results", "groups") if kind in found]
         results["tasks"] = found
     as_json = to_json(results, default=str)
     if options.output:

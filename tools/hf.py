@@ -23,13 +23,22 @@ import huggingface_hub
 import jax
 import numpy as np
 import tokenizers
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 from tokenizers import pre_tokenizers
 
 import utils
 from data import tokenization
 from inference import hub, hugging_face, weights
-from runtime.files import appearing, check_run_path, is_remote, read_json, write_file, write_json
+from runtime.files import (
+    appearing,
+    check_run_path,
+    is_remote,
+    read_json,
+    removed,
+    write_file,
+    write_json,
+)
 from runtime.messages import UserError, first_line, say
 from runtime.parser import place
 from tools import common
@@ -71,11 +80,12 @@ def export(run_dir, folder, dtype="float32", title=""):
     flags, load = weights.open_weights(run_dir)
     cfg = config_of_one_device(flags, run_dir)
     form = hugging_face.format_to_export(cfg.model.architecture)
+    local = hub.folder_of(run_dir)
     config = form.config(cfg.model) | dict(torch_dtype=dtype)
     params = load(steps.abstract_params(cfg, steps.make_mesh(cfg)))
     count = steps.count_in_words(cfg)
     with appearing(folder) as part:
-        ends = export_tokenizer(part, run_dir, cfg.model)
+        ends = export_tokenizer(part, local, cfg.model)
         config |= ends
         tensors = {}
         for t in form.tensors(cfg.model):
@@ -83,9 +93,11 @@ def export(run_dir, folder, dtype="float32", title=""):
             if math.prod(t.shape):
                 x = np.asarray(functools.reduce(dict.__getitem__, t.leaf, params))[t.at]
             tensors[t.name] = np.ascontiguousarray(t.theirs(x).astype(dtype, copy=False))
-        save_file(tensors, f"{part}/model.safetensors", metadata={"format": "pt"})
         write_json(f"{part}/config.json", config)
-        write_json(f"{part}/training.json", read_json(run_dir, "config.json"))
+        write_tensors(f"{part}/model.safetensors", tensors)
+        stored = read_json(local, "config.json")
+        if "model_type" not in stored:  # else it was not trained here
+            write_json(f"{part}/training.json", utils.leaving(stored))
         # without max_length transformers adds 256 tokens, too many for a small GPT-2
         how = ends | dict(pad_token_id=ends["eos_token_id"], max_length=int(cfg.model.T))
         others = set(weights.ends(run_dir)) - {ends["eos_token_id"]}
@@ -93,10 +105,20 @@ def export(run_dir, folder, dtype="float32", title=""):
             how["eos_token_id"] = [ends["eos_token_id"], *sorted(others)]
         write_json(f"{part}/generation_config.json", how)
         name = title or os.path.basename(os.path.abspath(folder))
-        write_file(f"{part}/README.md", model_card(run_dir, name, config, count))
+        write_file(f"{part}/README.md", model_card(local, name, config, count))
         for name in config.get("auto_map", {}).values():  # transformers knows no such model
-            shutil.copy(f"{CODE}/{name.split('.')[0]}.py", part)
+            file = f"{name.split('.')[0]}.py"
+            shutil.copyfile(f"{CODE}/{file}", f"{part}/{file}")
     say(f"{folder}: {count}; as {config['architectures'][0]}")
+
+
+def write_tensors(path, tensors):
+    """Write {name: array} as safetensors with the mode of any other file. Raises OSError."""
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as e:  # which is none, on a full disk either
+        raise OSError(first_line(e)) from None
+    shutil.copymode(f"{os.path.dirname(path)}/config.json", path)  # the library's is 600
 
 
 def push(run_dir, name, dtype, public):
@@ -107,7 +129,8 @@ def push(run_dir, name, dtype, public):
     try:
         # that nobody is logged in is found before the work
         api.create_repo(name, private=not public, exist_ok=True)
-        with tempfile.TemporaryDirectory() as folder:
+        folder = tempfile.mkdtemp()
+        with removed(lambda: shutil.rmtree(folder, ignore_errors=True)):
             export(run_dir, f"{folder}/model", dtype, title=name)
             commit = api.upload_folder(repo_id=name, folder_path=f"{folder}/model")
     except UserError:
@@ -136,9 +159,10 @@ def export_tokenizer(folder, run_dir, m):
     else:
         begin = end = encoding.eot_token
     if isinstance(encoding, tokenization.HubTokenizer):
-        tokenization.keep_tokenizer(folder, f"{run_dir}/tokenizer.json")
+        tokenization.keep_tokenizer(folder, encoding.path)
+        keep_no_paths(f"{folder}/tokenizer_config.json")
     elif encoding:
-        byte_level(encoding).save(f"{folder}/tokenizer.json")
+        write_file(f"{folder}/tokenizer.json", byte_level(encoding).to_str(pretty=True))
         ends = ("bos_token", "eos_token", "pad_token")
         about = dict.fromkeys(ends, tokenization.END_OF_TEXT) | dict(
             tokenizer_class="PreTrainedTokenizerFast",
@@ -148,6 +172,18 @@ def export_tokenizer(folder, run_dir, m):
         )
         write_json(f"{folder}/tokenizer_config.json", about)
     return dict(bos_token_id=begin, eos_token_id=end)
+
+
+def keep_no_paths(path):
+    """Take out of a tokenizer_config.json what transformers notes of the machine that wrote it."""
+    config = read_json(path)
+    kept = {}
+    for name, value in config.items():
+        is_path = isinstance(value, str) and re.match(r"[~.]{0,2}/\S", value)
+        if name.endswith("_token") or not is_path:
+            kept[name] = value
+    if kept != config:
+        write_json(path, kept)
 
 
 def byte_level(encoding):

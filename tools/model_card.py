@@ -2,6 +2,7 @@
 
 import os
 
+import utils
 from runtime.files import read_json
 from tools import common
 from training import settings, steps
@@ -12,12 +13,12 @@ UNKNOWN = "These weights were imported; how they were trained is not known here.
 
 def model_card(run_dir, title, config, count):
     """Markdown. title: what transformers finds the model by; config: its config.json; count: of its parameters."""
-    flags = read_json(run_dir, "config.json")
+    flags = utils.leaving(read_json(run_dir, "config.json"))
     rows = read_rows(run_dir)
     newest = max(settings.checkpoint_steps(run_dir), default=0)
     rows = [row for row in rows if row["step"] <= newest]
     code = ", trust_remote_code=True" if "auto_map" in config else ""
-    prompt = flags["prompt"] or "Once upon a time"
+    prompt = flags.get("prompt") or "Once upon a time"
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -48,7 +49,7 @@ def training(flags, rows):
     planned = f"{flags['training_steps']:,} steps planned"
     facts = {
         "tokens": f"{step * batch:,} ({step:,} steps of {batch:,}; {planned})",
-        "data": f"`{flags['mix'] or flags['data']}`",
+        "data": f"`{flags['mix'] or flags['data']}`",  # their names alone
         "mesh (dp, pp, tp)": f"{tuple(flags['n_device_axis'])}",
         "training loss": f"{rows[-1]['loss/train_cross_entropy_loss']:.4f} nats per token",
     }
@@ -65,4 +66,5 @@ def training(flags, rows):
     table = common.markdown([{"what": name, "value": value} for name, value in facts.items()])
     return f"""{table}
 
-`training.json` holds every flag: `python main.py --config training.json` trains it again from the same shards."""
+`training.json` holds every flag but those of the machines: `python main.py --config training.json --data FOLDER` trains
+it again from the same shards."""

@@ -19,7 +19,7 @@ import time
 from collections import deque
 
 import utils
-from data.tokenization import check_ids, text_of
+from data.tokenization import check_ids, longest_token, text_of
 from runtime import interrupts
 from runtime.messages import UserError, say_aside, say_error
 from tools import common
@@ -29,6 +29,7 @@ if __name__ == "__main__":
 
 import jax
 
+from data.encoding import encode_text
 from inference import decoding
 from inference.weights import ends, positions
 
@@ -81,20 +82,49 @@ def show(waiting):
         waiting.popleft()
 
 
+def limit_of(options, cfg):
+    """(tokens that a prompt and its continuation may have, whose limit that is, in words)."""
+    of = "of --T" if options.T else f"that {options.model} was made for"
+    return options.T or positions(options.model, cfg.model.T), of
+
+
+def token_ids(text, encoding, options, cfg):
+    """Token ids of a prompt. Raises UserError where it has more than there are positions: before it is tokenized where
+    its length tells, and before a cache of its length is asked for."""
+    most, of = limit_of(options, cfg)
+    n = math.ceil(len(text) / longest_token(encoding))
+    if n <= most:
+        ids = encode_text(text, encoding).tolist()
+        n = len(ids)
+    if n > most:
+        longer = "" if options.T else f", or --T {n} for a model that has no such limit"
+        raise UserError(
+            f"the prompt {text!r:.40} has {n} tokens or more, beyond the {most} {of}; give a shorter one{longer}."
+        )
+    return ids
+
+
 def fit_max_tokens(options, cfg, longest):
     """`options` with --max_tokens for prompts of up to `longest` tokens. Warns or refuses as `warn_or_refuse` does."""
-    most = options.T or positions(options.model, cfg.model.T)
+    most, of = limit_of(options, cfg)
     if options.max_tokens is None:
         room = most - longest if longest < most else math.inf
         options = dataclasses.replace(options, max_tokens=min(utils.Sample.max_tokens, room))
     if longest + options.max_tokens > most:
-        of = "of --T" if options.T else f"that {options.model} was made for"
         said = f"--max_tokens {options.max_tokens}: a prompt has {longest} tokens, so these exceed the {most} {of}"
         common.warn_or_refuse(cfg.model.architecture, said)
     return options
 
 
 def main(options):
+    """`continue_all`, or a sentence where the devices lack memory for it."""
+    with common.memory_explained(
+        "give shorter or fewer prompts, --inference_batch or --max_tokens"
+    ):
+        return continue_all(options)
+
+
+def continue_all(options):
     """Print the continuations of --prompt and return their `Row`s, or of what is typed, line by line."""
     opened = common.open_model(options, text=True)
     programs = {}  # {(rows, tokens of the prompts, chunks): (prefill, advance), compiled}
@@ -127,7 +157,7 @@ def continue_prompts(options, cfg, mesh, params, encoding, programs, chunk=decod
             raise UserError(
                 f"the prompt {text!r:.40} holds bytes that are no text; write it in UTF-8."
             )
-    prompts = [[*before, *encoding.encode_ordinary(text)] for text in options.prompt]
+    prompts = [[*before, *token_ids(text, encoding, options, cfg)] for text in options.prompt]
     if [] in prompts:
         raise UserError("--prompt: is empty; give a text, or --start end_of_text.")
     for ids in prompts:

@@ -13,7 +13,7 @@ import utils
 from data.tokenization import load_tokenizer
 from presets import preset
 from runtime.files import check_run_path, is_remote, read_json
-from runtime.messages import UserError, nearest, one_sentence
+from runtime.messages import HIDDEN, UserError, masked, nearest, one_sentence
 from runtime.parser import RENAMED, foreign, read_words
 from runtime.platforms import PLUGINS
 from training.settings import SPLIT, Flags, check_same, settle, without
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = "jax", "jaxlib", *PLUGINS["tpu"], *PLUGINS["gpu"], "numpy", "optax", "orbax-checkpoint"
 # What the file of a run holds beside flags, and the flags that belong to one launch of it.
 NO_FLAGS = {"data_fingerprint", "commit", "encoding", "end_of_text", "eos_token_id", "config"}
-NO_FLAGS |= {"revision", "coordinator", "num_processes", "process_id"}
+NO_FLAGS |= {"positions", "revision", "coordinator", "num_processes", "process_id"}
 # Where one of these is given beside --config, the file's global batch is divided anew.
 DIVIDES = SPLIT | {"global_batch_size", "n_device_axis", "n_devices"}
 # By these variables jax knows that the process is a task of a step of Slurm's.
@@ -52,6 +52,7 @@ def parse(argv, load=load_tokenizer, elsewhere=False):
     # JAXformer's; here decoding always has a cache
     argv = [word for word in argv if word != "--use_cache"]
     given, _ = read_words(Config, argv, "main.py", defaults=defaults)
+    sys.argv = [*map(masked, sys.argv)]  # which wandb sends with a run
     if "config" in given and not elsewhere:
         given = flags_of_file(given["config"], given) | given
     cfg = replace(preset(given.get("preset", Run.preset)), **given)
@@ -83,7 +84,13 @@ def flags_of_file(path, beside):
     for name in sorted(flags.keys() - utils.FIELDS.keys()):
         said = foreign(name, utils.FIELDS) or f"is no flag{nearest(name, utils.FIELDS)}"
         raise UserError(f"--config {path}: {name} {said}.")
-    return utils.read_values(flags, f"--config {path}")
+    values = utils.read_values(flags, f"--config {path}")
+    for name in values.keys() - beside.keys():
+        if isinstance(values[name], str) and HIDDEN in values[name]:
+            raise UserError(
+                f"--config {path}: {name} is {values[name]}, without the password or token that it had; give --{name}."
+            )
+    return values
 
 
 def commit():

@@ -1,5 +1,6 @@
 """What all sources of documents have in common, and what those have whose files hold records."""
 
+import contextlib
 import hashlib
 import os
 import sys
@@ -10,7 +11,7 @@ from tqdm import tqdm
 
 from data.sources.text import DAMAGE
 from runtime.files import is_remote, persist
-from runtime.messages import UserError, first_line
+from runtime.messages import UserError, first_line, masked
 
 ADVICE = "; replace it and rerun the same command to resume, or give --skip_damaged"
 SHOWN = 3  # warnings of one kind that are printed; the rest are counted
@@ -27,13 +28,19 @@ class Document(NamedTuple):
     lost: str = ""  # the count of the manifest that --skip_damaged adds to here; no text then
 
 
+def tell(words):
+    """Print words on stderr, beside a bar of progress: stdout may be one JSON object."""
+    with contextlib.suppress(OSError):  # as in `say_aside`
+        tqdm.write(masked(words), file=sys.stderr)
+
+
 def warn(kind, words):
     """Print a warning on stderr, at most SHOWN of each kind, and none twice: a source may be read twice."""
     printed = shown.setdefault(kind, [])
     if len(printed) < SHOWN and words not in printed:
         printed.append(words)
         more = " (further ones like it are only counted)" if len(printed) == SHOWN else ""
-        tqdm.write(f"warning: {words}{more}", file=sys.stderr)
+        tell(f"warning: {words}{more}")
 
 
 def many(n, noun):

@@ -4,14 +4,12 @@ import glob
 import io
 import os
 import re
-import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 from fsspec.implementations.local import LocalFileSystem
-from tqdm import tqdm
 
-from data.sources.base import Document, Source, many, shown, warn_of_left_out
+from data.sources.base import Document, Source, many, shown, tell, warn_of_left_out
 from data.sources.contents import TEXT, Contents, is_json, look
 from data.sources.files import documents_of, stdlib_documents, walk
 from data.sources.hub import find_dataset
@@ -243,8 +241,8 @@ def endings_of(paths):
 
 
 def tell_kinds(source, paths):
-    """Print how many files of each of several endings are read, on stderr: stdout may be one JSON object."""
+    """Print how many files of each of several endings are read."""
     kinds = Counter(map(ending_of, sorted(paths)))
     if len(kinds) > 1:
         words = ", ".join(f"{n:,} {kind}" for kind, n in kinds.most_common())
-        tqdm.write(f"--source {source}: {many(len(paths), 'file')}: {words}", file=sys.stderr)
+        tell(f"--source {source}: {many(len(paths), 'file')}: {words}")
