@@ -13,6 +13,8 @@ from conftest import ROOT, free_port, listens, refusal, wait_for
 from test_tools import make_run
 
 from runtime.files import to_json
+from runtime.outbox import Outbox
+from training import rows
 
 uvicorn = pytest.importorskip("uvicorn", reason="bash setup_tpu.sh page")
 
@@ -134,6 +136,27 @@ def test_a_bucket_is_read_as_it_grows(bucket, folder):
         (run,) = runs.look().values()
         assert run.name == "deep/run" and [row["step"] for row in run.rows] == [*range(1, n + 1)]
         assert run.about["state"] != "bad"
+
+
+def test_the_parts_of_a_run_in_a_bucket_are_read_as_they_come(run):
+    """Each once; what was read before stays unless the run returned to an earlier step."""
+    write(run, [row(1), row(2)])
+    log = rows.BucketRows(run.folder, Outbox())
+    log.rewind(2)
+    version = run.version
+    for step in range(3, 20):
+        log.add(row(step))
+        log.flush(now=True)
+        run.refresh()
+        assert run.rows == rows.read_rows(run.folder) and len(run.rows) == step
+    assert run.version == version and len(run.parts) < 8
+    log.rewind(5)
+    log.add(row(6, 4.5))
+    log.flush(now=True)
+    run.refresh()
+    assert [one["step"] for one in run.rows] == [*range(1, 7)] and run.version != version
+    write(run, [row(1)])
+    assert run.rows == rows.read_rows(run.folder)
 
 
 FALLING = [row(n, 5 - n / 50) for n in range(1, 61)]

@@ -34,7 +34,8 @@ from runtime.messages import UserError, first_line, one_sentence
 from runtime.parser import flag, place
 from tools import common
 from training.meter import spent_in
-from training.runlog import SAMPLES, duration, end_of, row_of
+from training.rows import NAME, PARTS, join_rows, parts_in, read_files, rows_in
+from training.runlog import SAMPLES, duration, end_of
 from training.settings import checkpoint_steps
 
 PACKAGES = "starlette", "uvicorn", "pydantic", "plotly"
@@ -101,7 +102,10 @@ class Run:
 
     def _forget(self):
         self.version = secrets.token_hex(4)
-        self.rows = []
+        self.rows = (
+            self.log
+        ) = []  # the rows, and those of metrics.jsonl: all where there are no parts
+        self.parts = {}  # {name of a part: (step after which its rows are, its rows)}
         self.end = 0  # bytes of metrics.jsonl that were read, whole lines
         self.last = b""  # the last of these lines
 
@@ -110,7 +114,8 @@ class Run:
             self._check_files()
             self.config = read_json(self.folder, "config.json")
             with contextlib.suppress(FileNotFoundError):
-                self._read_rows(f"{self.folder}/metrics.jsonl")
+                self._read_rows(f"{self.folder}/{NAME}")
+            self._read_parts()
             state, words = health(self.rows, self.config, time.time(), self._ended())
             found = self._measured() if self.rows else {}
         except Exception as e:  # the run of somebody else may hold anything
@@ -124,12 +129,14 @@ class Run:
 
     def _check_files(self):
         """Raises UserError where a local file would be read for ever, or would fill the memory."""
-        for name in () if is_remote(self.folder) else SMALL:
-            path = f"{self.folder}/{name}"
-            check_ends(path)
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.getsize(path) > PIECE:
-                    raise UserError(f"{path}: has more than {PIECE:,} bytes; remove it.")
+        if not is_remote(self.folder):
+            parts = [f"{PARTS}/{name}" for *_, name in parts_in(self.folder)]
+            for name in (*SMALL, *parts):
+                path = f"{self.folder}/{name}"
+                check_ends(path)
+                with contextlib.suppress(FileNotFoundError):
+                    if os.path.getsize(path) > PIECE:
+                        raise UserError(f"{path}: has more than {PIECE:,} bytes; remove it.")
 
     def _read_rows(self, path):
         check_ends(path)
@@ -149,10 +156,26 @@ class Run:
         if len(whole) <= len(self.last) and end < size:
             raise UserError(f"{path}: has a line of more than {PIECE:,} bytes; remove it.")
         new = whole[len(self.last) :].splitlines(keepends=True)
-        self.rows += filter(None, map(row_of, new))
+        self.log += rows_in(new)
         self.last = new[-1] if new else self.last
         self.end = begin + len(whole)
         return end < size
+
+    def _read_parts(self):
+        """Take in the parts of a run in a bucket, each of which is written once."""
+        found = parts_in(self.folder)
+        if not found and not self.parts:
+            return
+        new = [(after, name) for _, after, name in found if name not in self.parts]
+        read = read_files([f"{self.folder}/{PARTS}/{name}" for _, name in new])
+        for (after, name), content in zip(new, read):
+            if content is not None:  # it is in a later part now
+                self.parts[name] = after, rows_in(content.splitlines())
+        self.parts = {name: self.parts[name] for *_, name in found if name in self.parts}
+        rows = join_rows([(0, self.log), *self.parts.values()])
+        if rows[: len(self.rows)] != self.rows:
+            self.version = secrets.token_hex(4)
+        self.rows = rows
 
     def _ended(self):
         """Whether the run has saved all steps and ended, and no process has begun to continue it."""

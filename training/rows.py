@@ -79,16 +79,29 @@ def read_files(paths):
     return persist(read, paths[0])
 
 
+def rows_in(lines):
+    """The rows in lines, without those that are damaged."""
+    return [row for line in lines if (row := row_of(line))]
+
+
+def join_rows(parts):
+    """The rows, by step, of [(step after which its rows are, rows)] of parts."""
+    rows = {}
+    for after, found in parts:
+        rows = {step: row for step, row in rows.items() if step <= after}
+        rows |= {row["step"]: row for row in found}
+    return [rows[step] for step in sorted(rows)]
+
+
 def join(parts):
     """(rows, by step; whether anything else is in them but a last line that a kill tore) of `contents`."""
-    rows = {}
+    read = []
     damaged = False
     for after, content in parts:
         found = [row_of(line) for line in content.splitlines()]
         damaged |= not all(found[:-1])
-        rows = {step: row for step, row in rows.items() if step <= after}
-        rows |= {row["step"]: row for row in found if row}
-    return [rows[step] for step in sorted(rows)], damaged
+        read.append((after, filter(None, found)))
+    return join_rows(read), damaged
 
 
 def read_rows(folder):
