@@ -527,7 +527,7 @@ def test_devices_that_jax_does_not_find_get_a_sentence(chosen, has, installed, s
     refusal(platforms.find_devices, said)
     with pytest.raises(SystemExit) as e:
         messages.one_sentence(platforms.find_devices)
-    assert e.value.code == (1 if "in use" in said else 2)
+    assert e.value.code == (75 if "in use" in said else 2)
 
 
 STEP = dict(zip(command_line.SLURM, ("7", "2", "0", "0", "127.0.0.1")))  # a task of Slurm's
