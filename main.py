@@ -136,6 +136,7 @@ def train(cfg, stored, encoding, load_weights, goodput):
 
 
 PATIENCE = 120  # seconds that training waits for the checkpoint before, where the next is due
+PAUSE = 15  # seconds between two tries of the last checkpoint in a bucket
 
 
 class Training:
@@ -264,12 +265,12 @@ class Training:
 
     def finish_saving(self):
         """Wait until the last checkpoint is written. A bucket that does not answer is tried again for ten minutes."""
-        for pause in (10, 20, 40, 80, 160, 290):
+        for _ in range(40):
             self.checkpoints.finish()
             if self.checkpoints.saved == self.step or not is_remote(self.cfg.run.folder):
                 return
-            say(f"checkpoint {self.step} is tried again in {pause} s")
-            time.sleep(pause)
+            say(f"checkpoint {self.step} is tried again in {PAUSE} s")
+            time.sleep(PAUSE)
             self.save_again()
 
     def keep(self):

@@ -14,7 +14,8 @@ from http.server import ThreadingHTTPServer
 import fsspec
 from conftest import ROOT, Faulty, free_port, listens, wait_for
 
-FAULTS = [401, 403, 429, 500, 503, "reset", "half", "late", "hang"]
+FLEETING = [429, 500, 503, "reset", "half", "late"]  # faults that a library tries again by itself
+FAULTS = [*FLEETING, 401, 403, "hang"]
 
 
 STARTING = threading.Lock()

@@ -49,7 +49,7 @@ def disturbed(rng, words, log, minutes):
     outages = []
     for begin in range(0, int(60 * minutes) * 3, 120):  # also while it makes up for them
         outages.append((begin + rng.uniform(0, 90), 30, rng.choice(buckets.FAULTS)))
-    proxy = buckets.Proxy(rng, 0.05, buckets.FAULTS, outages)
+    proxy = buckets.Proxy(rng, 0.05, buckets.FLEETING, outages)
     environment = buckets.environment(proxy.server_port)
     began = time.monotonic()
     kills = sorted(began + 60 * rng.uniform(0.1, 0.9) * minutes for _ in range(KILLS))
@@ -85,7 +85,9 @@ def main():
     steps = int(60 * args.minutes * speed)
     words = jobs.train_words(at, "gs://bucket/runs", steps, **LARGER)
     log = folder / "disturbed.log"
-    with ThreadPoolExecutor() as pool:  # both at once: the machine is as busy for the one as for the other
+    with (
+        ThreadPoolExecutor() as pool
+    ):  # both at once: the machine is as busy for the one as for the other
         whole = pool.submit(local, "whole", steps)
         proxy, statuses, disturbed_seconds = disturbed(rng, words, log, args.minutes)
         seconds = whole.result()

@@ -16,7 +16,7 @@ MOST_LIVES = 12  # of a run that ends with 75, or is killed, and is started agai
 def draw(rng):
     """(share of requests that fail, their faults, outages, numbers of requests after which the run is killed)."""
     share = rng.choice([0, 0.01, 0.03, 0.1])
-    kinds = rng.sample(buckets.FAULTS, rng.randint(1, 3))
+    kinds = rng.sample(buckets.FLEETING, rng.randint(1, 3))
     outages = []
     for _ in range(rng.randint(0 if share else 1, 2)):
         outages.append((rng.uniform(0, 20), rng.choice([1, 4, 10]), rng.choice(buckets.FAULTS)))
