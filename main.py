@@ -17,7 +17,7 @@ import time
 from importlib import import_module
 
 import utils
-from runtime import platforms
+from runtime import files, platforms
 from runtime.files import check_run_path, is_remote, write_file
 from runtime.messages import Unavailable, UserError, one_sentence, say, say_error
 from runtime.outbox import attempt
@@ -167,6 +167,9 @@ class Training:
         shows_bar = sys.stderr.isatty() and jax.process_index() == 0
         bar = tqdm(total=last, initial=self.step, unit="step", disable=not shows_bar)
         self.meter.pace.resume(self.batches.waited)
+        files.WAITING.pause = (
+            60  # seconds between two lines of storage, which the run itself does not wait for
+        )
         with processes.Interrupt(lambda: self.checkpoints.not_saved(self.step)) as self.interrupt:
             try:
                 signalled = 0

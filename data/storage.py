@@ -14,6 +14,8 @@ import numpy as np
 from runtime.files import ask, is_remote, list_folder, replacing
 from runtime.messages import Unavailable, UserError
 
+# seconds that a block is asked for again: a run that trains outlives an outage, within its --stuck_limit
+PATIENCE = 3600
 BLOCK = 1 << 20  # bytes of a shard that are read, verified and kept together
 # Names of the files of a Cache: of blocks, and of those that are being written. The former have at most 50 characters,
 # of which runtime/files.py makes the latter: no two blocks have the same.
@@ -196,7 +198,8 @@ class Shard:
             return content, version
         for _ in range(2 * self.is_remote):  # it may be damaged on its way
             try:
-                content = ask(self.path, "cat_file", start=start, end=start + length)
+                place = dict(start=start, end=start + length)
+                content = ask(self.path, "cat_file", patience=PATIENCE, **place)
             except FileNotFoundError:
                 raise self._missing() from None
             if self._is_sound(b, content):

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import fcntl
 import glob
+import itertools
 import json
 import logging
 import math
@@ -62,7 +63,7 @@ def filesystem(path):
 
 class Waiting:
     """What is asked of remote storage and not done: a line tells of it after FIRST seconds or its first failure, and
-    then every PAUSE. A thread prints it, since libraries try again inside one call, and one that connects may hang.
+    then every `pause`. A thread prints it, since libraries try again inside one call, and one that connects may hang.
     Where many calls are under way, as of a corpus that is read, one line is of all."""
 
     def __init__(self):
@@ -70,6 +71,7 @@ class Waiting:
         self.lock = threading.Lock()
         self.thread = None
         self.said = -math.inf  # when the last line was printed
+        self.pause = PAUSE
 
     @contextlib.contextmanager
     def on(self, path):
@@ -105,7 +107,7 @@ class Waiting:
                     self._tell(call, f"not done after {waited:.0f} s, still waiting")
 
     def _tell(self, call, words):
-        if time.monotonic() - self.said < PAUSE:
+        if time.monotonic() - self.said < self.pause:
             return
         self.said = time.monotonic()
         path, _, error = self.calls[call]
@@ -116,20 +118,22 @@ class Waiting:
 WAITING = Waiting()
 
 
-def persist(work, path):
+def persist(work, path, patience=None):
     """work(), which reads or writes `path`, tried again with exponential back-off while remote storage fails, which
-    `Waiting` tells. After the last try raises Unavailable where storage may answer later, UserError where a person must
-    act: soon where access is denied. FileNotFoundError and its kin are raised at once."""
+    `Waiting` tells. Raises Unavailable, after `patience` seconds, where storage may answer later, and UserError where a
+    person must act. By default that is about a minute, and soon where access is denied. FileNotFoundError and its kin
+    are raised at once."""
     if not is_remote(path):
         return work()
     with WAITING.on(path) as call:
-        return persist_in(call, work, path)
+        return persist_in(call, work, path, patience)
 
 
-def persist_in(call, work, path):
+def persist_in(call, work, path, patience):
     """`persist` in a call of `Waiting`."""
     began = time.monotonic()
-    for tries, pause in enumerate((*WAITS, None), 1):
+    pauses = itertools.chain(WAITS, itertools.repeat(WAITS[-1]) if patience else [None])
+    for tries, pause in enumerate(pauses, 1):
         try:
             return work()
         except (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError):
@@ -138,8 +142,9 @@ def persist_in(call, work, path):
             raise
         except Exception as e:  # every kind of storage has errors of its own
             said = f"{type(e).__name__}: {first_line(e)}"
-            late = time.monotonic() > began + sum(WAITS)  # libraries have tried again, too
-            if pause is None or late or (tries == 3 and is_denied(e)):
+            # libraries have tried again, too
+            late = time.monotonic() > began + (patience or sum(WAITS))
+            if pause is None or late or (not patience and tries == 3 and is_denied(e)):
                 if needs_a_person(e):
                     advice = "check that it exists and your credentials give access to it"
                     raise UserError(f"{path} cannot be used ({said}); {advice}.") from None
@@ -178,14 +183,14 @@ def needs_a_person(error):
     return 400 <= status < 500 and status not in (401, 408, 409, 425, 429)
 
 
-def ask(path, method, *args, **settings):
+def ask(path, method, *args, patience=None, **settings):
     """What a method of fsspec's file system answers for a path or address. Raises as `persist` does."""
 
     def work():
         fs, there = filesystem(path)  # here: looking for credentials may take as long as asking
         return getattr(fs, method)(there, *args, **settings)
 
-    return persist(work, path)
+    return persist(work, path, patience)
 
 
 def list_folder(folder, detail=True):

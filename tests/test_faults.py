@@ -35,6 +35,7 @@ import model
 import presets
 import utils
 from data.sources.kinds import open_source
+from data.storage import Shard
 from runtime import files, interrupts, locks, messages, processes
 from tools import checkpoints as tool
 from tools import hf
@@ -632,6 +633,23 @@ def test_an_outage_ends_a_program_for_another_try_and_a_mistake_for_a_person(err
     with pytest.raises(messages.UserError) as e:
         files.persist(mock.Mock(side_effect=error), "gs://bucket/x")
     assert (type(e.value) is messages.Unavailable) == (error in PASSES)
+
+
+@pytest.mark.parametrize("status", [401, 403, 503])
+def test_a_block_of_a_shard_is_waited_for_as_long_as_an_outage_lasts(status, clock, monkeypatch):
+    """Also where it denies access for a while: the run has read this corpus before."""
+
+    class Storage(fsspec.AbstractFileSystem):
+        def cat_file(self, path, start, end):
+            if clock[0] < 1800:
+                raise error_of(status)
+            return bytes(end - start)
+
+    monkeypatch.setattr(files, "filesystem", lambda path: (Storage(), path))
+    cache = SimpleNamespace(get=lambda *_: b"", put=lambda *_: None)
+    shard = Shard("gs://bucket/train/0.npy", {"size": 100}, {}, cache)
+    assert bytes(shard._read_bytes(0, 100)) == bytes(100)
+    assert 1800 <= clock[0] < 1900
 
 
 BAD = [5, 6, 31, 32, 33]  # the last three send the run back to step 20
