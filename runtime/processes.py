@@ -222,11 +222,12 @@ def on_main_process(work):
 
 @contextlib.contextmanager
 def alone_in_folder(run):
-    """Hold the run directory for the processes of this run, by process 0. Raises UserError on all of them."""
+    """Hold the run directory for the processes of this run, by process 0, for which it yields the `locks.Lock`, for
+    others None. Raises UserError on all of them."""
     with contextlib.ExitStack() as held:
-        lock = locks.alone_in(run.folder, f"--output_dir {run.output_dir}", "--name")
-        on_main_process(lambda: held.enter_context(lock))
-        yield
+        alone = locks.alone_in(run.folder, f"--output_dir {run.output_dir}", "--name")
+        is_main = jax.process_index() == 0
+        yield on_all(lambda: held.enter_context(alone) if is_main else None)
 
 
 def check_agreement(flags, data, run):

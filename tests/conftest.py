@@ -444,37 +444,49 @@ def every_third(proxy):
     return fault
 
 
-@pytest.fixture(params=["gs", "s3"])
-def bucket(request, monkeypatch):
-    """(address of a bucket whose server fails every third request, its file system without failures, the proxy)."""
-    kind, port = request.param, free_port()
-    servers = dict(gs=("gcp_storage_emulator", [ROOT / "tests/gcs_emulator.py", port, "bucket"]))
-    servers["s3"] = ("moto.server", ["-m", "moto.server", "-p", port])
-    package, words = servers[kind]
+@contextlib.contextmanager
+def storage_server(kind):
+    """(a proxy to an emulator of gs or s3 with a bucket "bucket", where every third request fails; the file system of
+    that past the proxy; the environment by which clients find the proxy)."""
+    package = dict(gs="gcp_storage_emulator", s3="moto.server")[kind]
     pytest.importorskip(package, reason="bash setup_tpu.sh test")
+    port = free_port()
+    servers = dict(gs=[ROOT / "tests/gcs_emulator.py", port, "bucket"])
+    servers["s3"] = ["-m", "moto.server", "-p", port]
     quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    server = subprocess.Popen([sys.executable, *map(str, words)], **quiet)
+    server = subprocess.Popen([sys.executable, *map(str, servers[kind])], **quiet)
     try:
         wait_for(lambda: listens("127.0.0.1", port))
         proxy, url = ThreadingHTTPServer(("127.0.0.1", 0), Faulty), f"http://127.0.0.1:{port}"
         proxy.behind, proxy.failed, proxy.most = port, 0, 9**9
         proxy.fault = every_third(proxy)
         threading.Thread(target=proxy.serve_forever, daemon=True).start()
-        faulty = f"http://127.0.0.1:{proxy.server_port}"
-        for name in ("STORAGE_EMULATOR_HOST", "TENSORSTORE_GCS_HTTP_URL", "AWS_ENDPOINT_URL"):
-            monkeypatch.setenv(name, faulty)
-        for name in "GOOGLE_AUTH_TOKEN_FOR_TESTING AWS_ACCESS_KEY_ID AWS_SECRET_ACCESS_KEY".split():
-            monkeypatch.setenv(name, "x")
-        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        address = f"http://127.0.0.1:{proxy.server_port}"
+        if kind == "gs":
+            env = dict.fromkeys(("STORAGE_EMULATOR_HOST", "TENSORSTORE_GCS_HTTP_URL"), address)
+            env["GOOGLE_AUTH_TOKEN_FOR_TESTING"] = "x"
+        else:
+            env = dict(AWS_ENDPOINT_URL=address, AWS_DEFAULT_REGION="us-east-1")
+            env |= dict(AWS_ACCESS_KEY_ID="x", AWS_SECRET_ACCESS_KEY="x")
         fsspec.get_filesystem_class(kind).clear_instance_cache()  # of another test's server
-        anonymous = {"token": "anon"} if kind == "gs" else {}
-        fs = fsspec.filesystem(kind, endpoint_url=url, skip_instance_cache=True, **anonymous)
+        settings = {"token": "anon"} if kind == "gs" else dict(key="x", secret="x")
+        fs = fsspec.filesystem(kind, endpoint_url=url, skip_instance_cache=True, **settings)
         if kind == "s3":
             fs.mkdir("bucket")
-        else:  # gcsfs tries again at once, not after a second
-            monkeypatch.setattr("gcsfs.retry.random", SimpleNamespace(random=lambda: -1))
-        yield f"{kind}://bucket/shards", fs, proxy
+        yield proxy, fs, env
         proxy.shutdown()
     finally:
         server.kill()
         server.wait()
+
+
+@pytest.fixture(params=["gs", "s3"])
+def bucket(request, monkeypatch):
+    """(address of a bucket whose server fails every third request, its file system without failures, the proxy)."""
+    kind = request.param
+    with storage_server(kind) as (proxy, fs, env):
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        if kind == "gs":  # gcsfs tries again at once, not after a second
+            monkeypatch.setattr("gcsfs.retry.random", SimpleNamespace(random=lambda: -1))
+        yield f"{kind}://bucket/shards", fs, proxy

@@ -9,7 +9,6 @@ import re
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -285,86 +284,6 @@ def test_checkpoints_are_listed_and_verified(two_checkpoints, tmp_path, capsys):
     assert "2  damaged: " in capsys.readouterr().out
 
 
-HOLD = """
-import sys, time
-from runtime import locks
-with locks.alone_in(sys.argv[1], "--output x", "--output"):
-    print("held", flush=True)
-    time.sleep(600)
-"""
-
-
-def alone(folder):
-    return locks.alone_in(str(folder), "--output x", "--output")
-
-
-def assert_taken(folder, said):
-    refusal(alone(folder).__enter__, said)
-
-
-def test_a_run_directory_is_one_process_alone(train, tmp_path, capsys, monkeypatch):
-    run, flags = tmp_path / "runs" / "run", dict(TINY, training_steps=2)
-    words = [sys.executable, "-c", HOLD, str(run)]
-    holder = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    try:
-        assert holder.stdout.readline() == "held\n"
-        before = (run / "lock").read_bytes()
-        said = f"process {holder.pid} on {socket.gethostname()} has been writing to {run}"
-        refusal(lambda: train(**flags), said, "; wait for its end, or give another --name.")
-        assert [p.name for p in run.iterdir()] == ["lock"] and (run / "lock").read_bytes() == before
-        # of two processes the one that does not ask for the lock is refused too
-        one = SimpleNamespace(folder=str(run), output_dir=str(run.parent))
-        with monkeypatch.context() as patch:
-            patch.setattr(jax, "process_index", lambda: 1)
-            patch.setattr(processes, "largest_of", lambda here: processes.ENDS.index(2))
-            refusal(processes.alone_in_folder(one).__enter__, "another")
-    finally:
-        holder.kill()
-        holder.communicate()
-    assert train(**flags) == 0
-    said = f"{run} is taken over from process {holder.pid}, which ended without releasing it"
-    assert said in capsys.readouterr().out and "lock" not in os.listdir(run)
-    flags |= dict(output_dir=tmp_path / "other", data=tmp_path / "nowhere")
-    refusal(lambda: train(**flags), "--data")
-    assert not (tmp_path / "other" / "run").exists(), "a refusal leaves nothing"
-
-
-@pytest.mark.parametrize("where", ["{}", "memory://{}"])
-def test_only_the_lock_of_a_dead_process_is_taken_over(where, tmp_path, capsys):
-    folder, local = where.format(tmp_path), where == "{}"
-    path, me = f"{folder}/lock", json.loads(locks.this_process())
-
-    def left(**differs):
-        files.write_file(path, json.dumps(me | differs))
-
-    left(host="faraway", pid=5, since="noon")
-    said = f"--output x: process 5 on faraway has been writing to {folder} since noon; if it runs "
-    assert_taken(folder, f"{said}no more, remove {path}, else give another --output.")
-    assert json.loads(files.read_file(path))["host"] == "faraway"
-    if not local:  # a process of a bucket's lock is known by its number alone
-        left(pid=os.getppid())
-        assert_taken(folder, f"process {os.getppid()} on {me['host']}")  # it is alive
-    left(pid=2**22 + 1)
-    with alone(folder):
-        assert json.loads(files.read_file(path))["pid"] == os.getpid()
-        if local:
-            assert_taken(folder, f"process {os.getpid()} on {me['host']}")
-    assert files.read_file(path) is None
-    assert "is taken over from process" in capsys.readouterr().out
-    with alone(folder):
-        if local:
-            os.remove(path)
-        left(host="faraway")
-    assert files.read_file(path), "another's by now, so it stays"
-
-
-def test_a_lock_whose_file_its_holder_removes_meanwhile_is_not_taken(tmp_path, monkeypatch):
-    """The next process would lock a new file of that name."""
-    lock = locks.system_lock
-    monkeypatch.setattr(locks, "system_lock", lambda f: os.remove(tmp_path / "lock") or lock(f))
-    assert_taken(tmp_path, "wait for its end")
-
-
 def test_a_place_that_cannot_be_written_is_one_sentence_before_compiling(train, tmp_path, capsys):
     (tmp_path / "file").write_text("x")
     for place in (tmp_path / "file", "/proc"):
@@ -427,17 +346,8 @@ def test_what_killed_writers_left_unfinished_is_removed_and_nothing_of_others(tm
         assert len(os.listdir(tmp_path)) == 4 and os.path.exists(first.name)
         first.write(b"first")
     assert files.read_file(path) == b"first"
-    with alone(tmp_path):
+    with locks.alone_in(str(tmp_path), "--output x", "--output"):
         assert sorted(os.listdir(tmp_path)) == ["lock", "other.part", "ranks"]
-
-
-def test_a_signal_gives_back_the_lock_and_removes_what_is_half_written(tmp_path):
-    unfinished = files.replacing(str(tmp_path / "ranks"))
-    with alone(tmp_path), pytest.raises(OSError), unfinished as f:
-        f.write(b"half")
-        interrupts.give_back()  # as the thread of signals does, while this one goes its way
-        assert os.listdir(tmp_path) == []
-    assert os.listdir(tmp_path) == []
 
 
 def test_a_third_signal_ends_at_once_and_says_what_is_lost(train, tmp_path, monkeypatch):

@@ -76,18 +76,14 @@ def test_a_lost_session_resumes_in_the_next(tmp_path, monkeypatch):
     with pytest.raises(nbclient.exceptions.DeadKernelError):
         first.execute()
     assert not (run / f"checkpoints/{STEPS}").exists()
-    lock = json.loads((run / "lock").read_text())
-    (run / "lock").write_text(json.dumps(lock | dict(host="elsewhere", machine="x", boot="x")))
-
     second = session(origin, storage, tmp_path / "second", monkeypatch)
     second.execute()
     log = (tmp_path / "second" / "moe-pretraining" / "train.log").read_text()
-    assert "resuming deepseek-tiny at step" in log
+    assert "which ended without releasing it" in log and "resuming deepseek-tiny at step" in log
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     outputs = [out for cell in second.nb.cells for out in cell.get("outputs", [])]
     said = "".join(out.get("text", "") for out in outputs)
-    assert "the lock of a session before was removed" in said
     assert f"done at step {STEPS}" in said and "def " in said
     assert any("image/png" in out.get("data", {}) for out in outputs)
     exported = tmp_path / "second" / "moe-pretraining" / "exported"

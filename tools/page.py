@@ -29,7 +29,7 @@ from urllib.parse import urlsplit
 import utils
 from runtime import platforms
 from runtime.files import ask, check_ends, filesystem, is_remote, read_file, read_json, to_json
-from runtime.locks import LOCK
+from runtime.locks import LOCK, is_held
 from runtime.messages import UserError, first_line, one_sentence
 from runtime.parser import flag, place
 from tools import common
@@ -180,7 +180,7 @@ class Run:
     def _ended(self):
         """Whether the run has saved all steps and ended, and no process has begun to continue it."""
         end = end_of(self.folder, self.rows)
-        return end is not None and read_file(f"{self.folder}/{LOCK}") is None
+        return end is not None and not is_held(self.folder)
 
     def _measured(self):
         """Names of the metrics, goodput, the beginning, tokens of a step, its measured and planned seconds."""

@@ -1,6 +1,7 @@
 """Try the programs with what their tests do not have.
 
-python -m tests.soak [kills] [damage] [lines] [meshes] [storage] [--seed N] [--first N] [--count N] [--plain]
+python -m tests.soak [kills] [damage] [lines] [meshes] [storage] [locks]
+    [--seed N] [--first N] [--count N] [--plain]
 
 Each case is drawn from its kind, the seed and its number alone, so `--only NUMBER` repeats it. It does so with ordinary
 processes in place of forked ones (tests/soak/forks.py), as `--plain` has all cases. A case that failed is printed with
@@ -18,7 +19,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.soak import damage, jobs, kills, lines, meshes, programs, storage
+from tests.soak import damage, jobs, kills, lines, locks, meshes, programs, storage
 
 KINDS = dict(
     kills=kills.case,
@@ -26,8 +27,9 @@ KINDS = dict(
     lines=lines.case,
     meshes=meshes.case,
     storage=storage.case,
+    locks=locks.case,
 )
-COUNTS = dict(kills=10, damage=40, lines=40, meshes=2, storage=3)  # cases, without --count
+COUNTS = dict(kills=10, damage=40, lines=40, meshes=2, storage=3, locks=200)  # cases, without --count
 WORKERS = dict(storage=6)  # cases at once, which mostly wait; else one on each core
 
 
@@ -70,9 +72,10 @@ def main():
     args = parser.parse_args()
     programs.FORKED = not (args.plain or args.only is not None)
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
-    if args.kinds != ["meshes"]:
+    if {*args.kinds} - {"meshes", "locks"}:
         jobs.make(folder / "sound")
     failed = sum(run_kind(name, args, folder) for name in args.kinds)
+    locks.close_servers()
     if failed:
         print(f"the files of those that failed are in {folder}")
     elif args.only is None:

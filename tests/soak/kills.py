@@ -41,7 +41,8 @@ def made(job, place):
     if job in ("train", "resume"):
         # a stopped run has checkpoints that another has not, and Orbax's files are cut as it likes
         names = {name for name in names if "/checkpoints/" not in name or "tmp" in name}
-    names.discard("lock")  # of a process killed after its work; the next one takes it over
+    # that of a process killed after its work stays; the next one takes it over
+    names = {name for name in names if not name.startswith("lock/")}
     return jobs.result_of(job, place), sorted(names)
 
 
