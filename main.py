@@ -62,7 +62,7 @@ def main(flags, began=None):
         of_weights, load_weights = weights.open_weights(asked.run.init_from)
     # its package may be missing
     processes.on_main_process(lambda: asked.run.tensorboard and import_module("training.events"))
-    with processes.alone_in_folder(asked.run):
+    with processes.alone_in_folder(asked.run) as lock:
         stored = settings.stored_config(asked.run.folder)
         shards = manifests(asked, "train", "val")
         if load_weights and not stored:
@@ -78,12 +78,12 @@ def main(flags, began=None):
             if cfg.model.T > most:
                 them = f"the weights in --init_from {cfg.run.init_from}"
                 say(f"warning: --T {cfg.model.T}: {them} were made for {most} tokens")
-        return train(cfg, stored, encoding, load_weights, goodput)
+        return train(cfg, stored, encoding, load_weights, goodput, lock)
 
 
-def train(cfg, stored, encoding, load_weights, goodput):
+def train(cfg, stored, encoding, load_weights, goodput, lock):
     """`main`, settled, in a run directory that is this run's alone. stored: its config.json so far. load_weights: of
-    `open_weights`, for --init_from. goodput: a `Goodput`."""
+    `open_weights`, for --init_from. goodput: a `Goodput`. lock: the directory's `Lock` on process 0, else None."""
     began = time.time()
 
     # --- Data
@@ -97,7 +97,7 @@ def train(cfg, stored, encoding, load_weights, goodput):
     optimizer, schedule = make_optimizer(cfg, mesh)
 
     # --- Restore
-    checkpoints = RunCheckpoints(cfg, mesh, optimizer, data, load_weights, corpus.borders)
+    checkpoints = RunCheckpoints(cfg, mesh, optimizer, data, load_weights, corpus.borders, lock)
     with goodput.during("restoring" if checkpoints.steps() else "starting"), memory_explained(cfg):
         state, meta = checkpoints.restore_or_begin()
     step = meta["step"]

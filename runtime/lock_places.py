@@ -20,9 +20,8 @@ from runtime.files import filesystem, is_remote, locked, part_of
 from runtime.messages import UserError
 
 ANSWER = 20  # seconds that storage may take for an answer; without a limit one lost request would end all beats
-BEAT_OF = re.compile(
-    r"([0-9a-f]{16})-\d+"
-)  # the name of a lock's file: the holder's token and the number of its beat
+# the name of a lock's file: the holder's token and the number of its beat
+BEAT_OF = re.compile(r"([0-9a-f]{16})-\d+")
 IN_THE_WAY = errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR
 UNKNOWN = dict(token="", host="a host", pid="?", system="", started="", since="some time")
 

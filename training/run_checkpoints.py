@@ -16,13 +16,15 @@ from training.checkpointing import Checkpoints
 class RunCheckpoints(Checkpoints):
     """The checkpoints of a run. In them the blocks are in order, as `steps.arranger` has them: they fit every mesh."""
 
-    def __init__(self, cfg, mesh, optimizer, data, load_weights=None, mix_borders=()):
+    def __init__(self, cfg, mesh, optimizer, data, load_weights=None, mix_borders=(), lock=None):
         """data: fingerprint of the shards. load_weights(abstract): parameters that the run begins with, of
-        `weights.open_weights`; None: random ones. mix_borders: `Mixture.borders` of the data."""
+        `weights.open_weights`; None: random ones. mix_borders: `Mixture.borders` of the data. lock: the `Lock` of the
+        run directory, which is confirmed before anything appears or goes there; None: another process has it."""
         self.cfg = utils.replace(cfg, pp_interleave=1)
         explain = functools.partial(settings.other_flags, self.cfg)
         folder = os.path.join(cfg.run.folder, "checkpoints")
-        super().__init__(folder, cfg.run.keep_checkpoints, cfg.run.keep_every, explain)
+        how = dict(keep=cfg.run.keep_checkpoints, every=cfg.run.keep_every, explain=explain)
+        super().__init__(folder, **how, **({"confirm": lock.confirm} if lock else {}))
         self.optimizer = optimizer
         self.load_weights = load_weights
         self.stored = steps.abstract_state(self.cfg, mesh, optimizer)
