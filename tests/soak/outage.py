@@ -1,6 +1,6 @@
 """One long run in a bucket under random faults, three kills and a move to another host, beside one without any.
 
-python -m tests.soak.outage --seed 1 --minutes 20
+python -m tests.soak.outage --seed 1 --minutes 20 --steps 10000
 
 Each request fails with 5%; in every two minutes lies an outage of 30 seconds. It prints what that cost, and fails
 unless the run ends with the bits and rows of the other one, which trains on a local disk. Needs to be root.
@@ -67,7 +67,8 @@ def disturbed(rng, words, log, minutes):
 def main():
     parser = argparse.ArgumentParser("python -m tests.soak.outage")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=20)
+    parser.add_argument("--minutes", type=float, default=20, help="within which the kills lie")
+    parser.add_argument("--steps", type=int, default=10_000)
     args = parser.parse_args()
     rng = random.Random(f"outage {args.seed}")
     folder = Path(tempfile.mkdtemp(prefix="outage-"))
@@ -81,8 +82,7 @@ def main():
         return time.monotonic() - began
 
     local("warm", 100)  # fills the cache of compiled programs
-    speed = 1000 / (local("b", 1100) - local("a", 100))
-    steps = int(60 * args.minutes * speed)
+    steps = args.steps
     words = jobs.train_words(at, "gs://bucket/runs", steps, **LARGER)
     log = folder / "disturbed.log"
     with (
