@@ -356,6 +356,7 @@ MISTAKES = {
     "--plan gpu:8xH200 --n_devices 4": "--n_devices 4",
     "--search": "--search: needs --plan",
     "--plan v7:2x2": "--plan v7:2x2: must be",
+    "--plan v5e-8 --by_formulas --attention x": "--attention x: must be one of auto, ",
 }
 
 

@@ -273,7 +273,10 @@ def split_batch(flags, stored=None, memory_share=None):
             if tried:
                 break
             raise
-        share = memory_share(found) if memory_share else 0
+        share = 0
+        if memory_share:
+            check(found)  # the formulas take for granted that all fits together
+            share = memory_share(found)
         tried.setdefault(share, found)
         if share <= 1:
             return found
