@@ -167,9 +167,7 @@ class Training:
         shows_bar = sys.stderr.isatty() and jax.process_index() == 0
         bar = tqdm(total=last, initial=self.step, unit="step", disable=not shows_bar)
         self.meter.pace.resume(self.batches.waited)
-        files.WAITING.pause = (
-            60  # seconds between two lines of storage, which the run itself does not wait for
-        )
+        files.WAITING.pause = 60  # seconds: the run itself does not wait for what that tells of
         with processes.Interrupt(lambda: self.checkpoints.not_saved(self.step)) as self.interrupt:
             try:
                 signalled = 0

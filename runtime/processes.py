@@ -18,9 +18,9 @@ from collections import deque
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import (
-    distributed,  # jax.process_index() would look for devices, which waits for the other processes
-)
+
+# jax.process_index() would look for devices, which waits for the other processes
+from jax._src import distributed
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
