@@ -204,11 +204,13 @@ class BucketRows:
         self.after = self.newest
         self.flushed = time.monotonic()
         taken = []
-        while self.parts and len(self.parts[-1][2]) <= len(content) < WHOLE:
+        while self.parts and len(self.parts[-1][2]) <= len(content):
             name, after, before = self.parts.pop()
             content = before + content
             taken.append(name)
         self._put(after, content)
+        if len(content) >= WHOLE:
+            self.parts = []  # it stays as it is, and those before it
         for name in taken:
             self.outbox.drop(f"{self.folder}/{name}")
 
