@@ -347,7 +347,15 @@ def test_a_number_beyond_its_bounds_is_refused_at_once(program):
             assert not parser.unmet(f, most)
 
 
-@pytest.mark.parametrize("program", {*PROGRAMS, hf.Options} - {utils.Config, bench.Options})
+# in one order: workers must collect the same tests
+READ_A_FOLDER = [
+    kind
+    for kind in dict.fromkeys([*PROGRAMS, hf.Options])
+    if kind not in (utils.Config, bench.Options)
+]
+
+
+@pytest.mark.parametrize("program", READ_A_FOLDER)
 def test_no_folder_is_an_empty_text(program):
     """Which would be the current directory, or the root of all."""
     needed = [f for f in parser.fields_of(program).values() if f.metadata.get("needed")]
