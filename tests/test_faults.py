@@ -196,7 +196,9 @@ def test_the_newest_every_kth_and_the_best_are_kept(tmp_path):
 
 def test_a_run_whose_last_checkpoint_is_not_written_ends_in_an_error(train, capsys, monkeypatch):
     monkeypatch.setattr(checkpointing.Checkpoints, "save", lambda *_: None)
+    monkeypatch.setattr(interrupts, "words", interrupts.NOTHING_LOST)
     assert train(**TINY, training_steps=1) == 75
+    assert interrupts.words == "interrupted; the steps from 1 to 1 are lost"
     done = capsys.readouterr()
     assert "the last checkpoint, of step 1, could not be written; make room and rerun" in done.err
     assert "done at" not in done.out and "saved in" not in done.out, "one ending"

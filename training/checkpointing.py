@@ -163,9 +163,7 @@ class Checkpoints:
             check_run_path(folder)
             self._open_writer()
         self.watcher = ThreadPoolExecutor(1, "checkpoint")
-        self.wait_for_log = lambda: (
-            None
-        )  # called before a checkpoint gets its name, in the background
+        self.wait_for_log = lambda: None  # called, in the background, before one gets its name
         self.saved = None  # step of the newest checkpoint, which may still be on its way
         self.on_disk = None  # step of the newest one that is written and can be read back
         self.written = None  # future of the end of the newest save
@@ -174,7 +172,7 @@ class Checkpoints:
     def _open_writer(self):
         self.meeting = Meeting() if jax.process_count() > 1 else None
         if jax.process_index() == 0:
-            with contextlib.suppress(UserError, OSError):  # the first save tries again
+            with contextlib.suppress(Exception):  # of any storage; the first save tries again
                 self.folder.mkdir(parents=True, exist_ok=True)
                 for name in self._torn():
                     self._remove(name)
