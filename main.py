@@ -135,7 +135,7 @@ def train(cfg, stored, encoding, load_weights, goodput, lock):
     return tell_end(training, signalled, began)
 
 
-PATIENCE = 120  # seconds that training waits for the checkpoint before, where the next is due
+PATIENCE = 120  # seconds for a checkpoint, after which training no longer waits for it where the next is due
 PAUSE = 15  # seconds between two tries of the last checkpoint in a bucket
 
 

@@ -167,6 +167,7 @@ class Checkpoints:
         self.saved = None  # step of the newest checkpoint, which may still be on its way
         self.on_disk = None  # step of the newest one that is written and can be read back
         self.written = None  # future of the end of the newest save
+        self.began = 0.0  # when that one began, by time.monotonic()
         self.losses = {}  # {step: validation loss or None} of checkpoints, as they are saved or read
 
     def _open_writer(self):
@@ -196,11 +197,11 @@ class Checkpoints:
     def save(self, step, state, sequences, about, val_loss=None, patience=None):
         """Begin to write the state at `step`, after `sequences` sequences, with {name: value} `about` beside it. Where
         that fails, now or in the background, a warning is printed, and after `finish` `saved` is not `step`. So it is
-        where the save before is not done within `patience` seconds; None: however long that takes."""
+        where the save before is not done `patience` seconds after it began; None: this one waits for it."""
         if step == self.saved:
             return
         if self.written and patience is not None:
-            wait([self.written], patience)
+            wait([self.written], max(0, self.began + patience - time.monotonic()))
             if not all_of(self.written.done()):
                 warn(f"no checkpoint of step {step}: the one before is still being written")
                 return
@@ -219,6 +220,7 @@ class Checkpoints:
         except Exception as e:  # of the storage: what is copied from the devices is in memory
             error = e
         self.saved = step
+        self.began = time.monotonic()
         self.written = self.watcher.submit(self._watch, step, val_loss, error)
 
     def _watch(self, step, val_loss, error):
