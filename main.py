@@ -122,9 +122,7 @@ def train(cfg, stored, encoding, load_weights, goodput, lock):
     training.sample = make_sampler(cfg, mesh, encoding, ends)
 
     # --- Log
-    training.log = RunLog(cfg) if jax.process_index() == 0 else NoLog()
-    found, end = processes.on_all(lambda: training.log.begin(step))
-    goodput.keep(found, step, end)
+    training.log = open_log(cfg, step, goodput)
     checkpoints.wait_for_log = training.log.wait_for_rows
     processes.on_main_process(lambda: write_config(training.log, data, corpus, ends))
     training.progress = Progress(cfg, val_corpus.bytes_per_token, write_plan(cfg, training.log))
@@ -381,6 +379,14 @@ def compile_train_step(cfg, mesh, optimizer, schedule):
     jax.config.update(by_names, False)
     say(f"compiled in {duration(time.time() - began)}")
     return train_step
+
+
+def open_log(cfg, step, goodput):
+    """The log of the steps after `step`, whose rows so far tell the `Goodput` what the run has spent."""
+    log = RunLog(cfg) if jax.process_index() == 0 else NoLog()
+    found, end = processes.on_all(lambda: log.begin(step))
+    goodput.keep(found, step, end)
+    return log
 
 
 def write_config(log, data, corpus, ends):

@@ -371,6 +371,20 @@ def test_without_a_login_or_a_network_wandb_logs_offline(tmp_path, monkeypatch, 
     assert "warning: --wandb: no key; the run is logged offline, and wandb sync" in said
 
 
+def test_what_does_not_keep_up_with_the_run_holds_a_bounded_number_of_rows(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(runlog, "MOST_BEHIND", 5)
+    log, goes_on, got = log_in(tmp_path), threading.Event(), []
+    log.wandb = SimpleNamespace(log=lambda row: (goes_on.wait(), got.append(row)), finish=int)
+    for step in range(1, 100):
+        log.metrics({"step": step, "loss/train_loss": 1.0})
+    goes_on.set()
+    log.close()
+    assert [row["step"] for row in got] == [1, 2, 3, 4, 5] and steps_in(log) == [*range(1, 100)]
+    assert capsys.readouterr().err.count("does not keep up") == 1
+
+
 def wandb_records(path):
     """What an offline run's file holds: a log as LevelDB writes it, of protocol buffers."""
     from wandb.proto import wandb_internal_pb2

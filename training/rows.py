@@ -22,7 +22,7 @@ NAME = "metrics.jsonl"
 PARTS = "metrics"  # the folder of parts
 PART = re.compile(r"(\d{6,9})-after-(\d{1,12})\.jsonl")
 WHOLE = 1 << 20  # bytes from which a part stays as it is
-APART = 10  # seconds at least between two parts, unless a run stops
+APART = 10  # seconds at least between two parts, unless a checkpoint follows
 SEEN = 60  # seconds until rows are in a part also between two evaluations: somebody may look on
 PATIENCE = 60  # seconds at most until a local file that could not be written is tried again
 MOST = 16 << 20  # bytes of rows that wait for room on a local disk
@@ -130,11 +130,13 @@ class LocalRows:
 
     def rewind(self, step):
         """Forget the rows after `step`. Raises UserError."""
-        self.flush()
-        self.replace([row for row in read_rows(self.folder) if row["step"] <= step])
+        found = [*read_rows(self.folder), *rows_in(self.waiting.splitlines())]
+        self.replace([row for row in found if row["step"] <= step])
 
     def add(self, row):
-        self.waiting = (self.waiting + line_of(row))[-MOST:]
+        self.waiting += line_of(row)
+        if len(self.waiting) > MOST:  # the oldest are given up
+            self.waiting = self.waiting[-MOST:].partition(b"\n")[2]
         if time.monotonic() >= self.again:
             self.flush()
 

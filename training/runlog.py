@@ -6,6 +6,7 @@ import os
 import re
 import secrets
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -132,7 +133,8 @@ class RunLog:
         self.events = None
         self.wandb = None
         self.worker = ThreadPoolExecutor(1)  # of TensorBoard and wandb
-        self.behind = 0  # calls that wait for it
+        self.room = threading.Semaphore(MOST_BEHIND)  # for calls that wait for it
+        self.is_behind = False
 
     def begin(self, step):
         """Begin to log the steps after `step`. Returns the rows that were there, also of later steps, and `end_of`
@@ -189,7 +191,8 @@ class RunLog:
             self._later(lambda: self.events.restart(before))
 
     def flush(self, now=False):
-        """Write the rows so far: a kill would lose those that a checkpoint is ahead of. now: the run stops."""
+        """Write the rows so far: a kill would lose those that a checkpoint is ahead of. now: a checkpoint follows, or
+        the end."""
         self.rows.flush(now)
         if self.events:
             self._later(self.events.upload)
@@ -224,15 +227,15 @@ class RunLog:
 
     def _later(self, work):
         """Have the worker do something, unless it is far behind."""
-        if self.behind == MOST_BEHIND:
-            warn("TensorBoard or wandb does not keep up with the run: rows are left out there")
-        if self.behind > MOST_BEHIND:
+        if not self.room.acquire(blocking=False):
+            if not self.is_behind:
+                warn("TensorBoard or wandb does not keep up: rows of this run are left out there")
+            self.is_behind = True
             return
-        self.behind += 1
 
         def done():
             attempt(work, UNWRITTEN)
-            self.behind -= 1
+            self.room.release()
 
         self.worker.submit(done)
 
