@@ -122,8 +122,7 @@ def train(cfg, stored, encoding, load_weights, goodput, lock):
     training.sample = make_sampler(cfg, mesh, encoding, ends)
 
     # --- Log
-    training.log = open_log(cfg, step, goodput)
-    checkpoints.wait_for_log = training.log.wait_for_rows
+    training.log = open_log(cfg, step, goodput, checkpoints)
     processes.on_main_process(lambda: write_config(training.log, data, corpus, ends))
     training.progress = Progress(cfg, val_corpus.bytes_per_token, write_plan(cfg, training.log))
 
@@ -381,11 +380,13 @@ def compile_train_step(cfg, mesh, optimizer, schedule):
     return train_step
 
 
-def open_log(cfg, step, goodput):
-    """The log of the steps after `step`, whose rows so far tell the `Goodput` what the run has spent."""
+def open_log(cfg, step, goodput, checkpoints):
+    """The log of the steps after `step`, whose rows so far tell the `Goodput` what the run has spent, and which the
+    `Checkpoints` follow."""
     log = RunLog(cfg) if jax.process_index() == 0 else NoLog()
     found, end = processes.on_all(lambda: log.begin(step))
     goodput.keep(found, step, end)
+    checkpoints.wait_for_log = log.wait_for_rows
     return log
 
 
