@@ -26,6 +26,7 @@ from runtime.messages import Unavailable, UserError, first_line, warn
 # They would print a traceback of each failed try; `persist` reports failures in a sentence.
 LIBRARIES = "gcsfs", "s3fs", "fsspec", "google", "aiohttp", "aiobotocore", "botocore", "asyncio"
 WAITS = (1, 2, 4, 8, 16, 32)  # seconds before each further try: a minute's failure costs no run
+DENIED = 5  # tries where access is denied, in 15 s: rights may be on their way, a person should not wait for a minute
 FIRST, PAUSE = 2, 5  # seconds until a line about storage that does not answer, and between two
 # What Orbax takes for something else in a path, of which it makes a glob and an address: brackets, **, a backslash,
 # gs:/ with one slash, and bytes that are not UTF-8.
@@ -144,7 +145,7 @@ def persist_in(call, work, path, patience):
             said = f"{type(e).__name__}: {first_line(e)}"
             # libraries have tried again, too
             late = time.monotonic() > began + (patience or sum(WAITS))
-            if pause is None or late or (not patience and tries == 3 and is_denied(e)):
+            if pause is None or late or (not patience and tries == DENIED and is_denied(e)):
                 if needs_a_person(e):
                     advice = "check that it exists and your credentials give access to it"
                     raise UserError(f"{path} cannot be used ({said}); {advice}.") from None

@@ -19,7 +19,9 @@ def draw(rng):
     kinds = rng.sample(buckets.FLEETING, rng.randint(1, 3))
     outages = []
     for _ in range(rng.randint(0 if share else 1, 2)):
-        outages.append((rng.uniform(0, 20), rng.choice([1, 4, 10]), rng.choice(buckets.FAULTS)))
+        kind = rng.choice(buckets.FAULTS)
+        seconds = rng.choice([1, 4] if kind == 403 else [1, 4, 10])  # longer, a person must act
+        outages.append((rng.uniform(0, 20), seconds, kind))
     kills = sorted(rng.randint(1, 250) for _ in range(rng.choice([0, 0, 1, 2])))
     return share, kinds, outages, kills
 
