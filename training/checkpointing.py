@@ -18,7 +18,16 @@ from etils import epath
 from jax import lax
 from jax.experimental import multihost_utils
 
-from runtime.files import ask, check_run_path, filesystem, is_remote, names_in, persist, read_json
+from runtime.files import (
+    ask,
+    check_run_path,
+    filesystem,
+    is_remote,
+    names_in,
+    persist,
+    read_file,
+    read_json,
+)
 from runtime.messages import Unavailable, UserError, first_line, warn
 from runtime.processes import all_of, on_all
 
@@ -326,7 +335,8 @@ class Checkpoints:
         if is_remote(str(self.folder)):  # nothing is renamed there: a last object tells of all
             steps = [name for name in names if name.isdecimal()]
             ends = [f"{self.folder}/{name}/commit_success.txt" for name in steps]
-            torn += [name for name, end in zip(steps, ends) if not ask(end, "exists")]
+            # read, and not looked up in a listing, which may be older: what is torn is removed
+            torn += [name for name, end in zip(steps, ends) if read_file(end) is None]
         return torn
 
     def meta(self, step):
