@@ -123,7 +123,8 @@ def preset(name):
     """The configuration that `--preset name` stands for. Raises UserError where there is none."""
     if name not in PRESETS:
         raise UserError(
-            f"--preset {name}: no such preset{nearest(name, PRESETS)}; there are {', '.join(PRESETS)}."
+            f"--preset {name}: no such preset{nearest(name, PRESETS)}; there are {', '.join(PRESETS)}, and list "
+            f"shows their sizes."
         )
     flags, _ = read_words(Config, shlex.split(PRESETS[name]), "presets.py")
     if "training_steps" in flags:

@@ -214,7 +214,7 @@ class Run:
     """How long, how spread out, and what is written."""
 
     preset: str = setting("moe1b", first=True)
-    """Named set of defaults; a flag given beside it wins."""
+    """Named set of defaults; a flag given beside it wins. list: print them all, with their sizes."""
     config: str = setting("", per_process=True, first=True)
     """JSON file of flags, such as the config.json of a run, between the preset and the flags that are given."""
     name: str = setting("moe1b", first=True, needed=True)

@@ -109,6 +109,14 @@ def size(n):
             return f"{n / 1024**power:.2f} {unit}"
 
 
+def short(n):
+    """A number of tokens or parameters: 287k, 1.15M, 2.49B, 4.72T."""
+    for unit, each in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
+        if n >= 0.9995 * each:
+            return f"{n / each:.2f}{unit}"
+    return f"{n / 1e3:.0f}k"
+
+
 def say(words):
     """Print a line with the time of day, at once."""
     with contextlib.suppress(OSError):  # a full disk under the log ends no training

@@ -123,6 +123,29 @@ def test_help_has_a_first_page_and_all_flags_with_the_presets_values(capsys):
         command_line.check(words.split(), elsewhere=True)
 
 
+def test_the_presets_are_listed_with_their_sizes(capsys):
+    """Those of docs/models.md, which has them in full."""
+    for words in (
+        ["--preset", "list"],
+        ["--preset", "list", "--help"],
+        ["--preset=list", "--T", "9"],
+    ):
+        with pytest.raises(SystemExit) as stop:
+            command_line.parse(words)
+        assert not stop.value.code
+        _, *lines = capsys.readouterr().out.splitlines()
+        listed = {name: rest for name, *rest in map(str.split, lines)}
+        assert [*listed] == [*presets.PRESETS]
+    assert len({*map(len, lines)}) == 1, "they are aligned"
+    for name, cells in listed.items():
+        m = presets.preset(name).model
+        assert cells[3:5] == [str(m.model_dimension), str(m.T)]
+    assert listed["moe-1.6b"] == ["1.60B", "663.54M", "23", "1536", "2048", "31.98B"]
+    assert listed["deepseek-v3-671b"][:3] == ["671.03B", "37.55B", "61"]
+    for words in (["--preset", "list"], ["--preset", "lists"]):  # no machine of a cluster prints it
+        refusal(lambda: command_line.check(words, elsewhere=True), "no such preset", "moe-1.6b")
+
+
 def test_a_file_of_flags_is_between_the_preset_and_what_is_given(tmp_path):
     """And the config.json of a run makes the same run again."""
     path = tmp_path / "flags.json"

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 import model
 import utils
 from runtime.files import check_place, read_json, write_file
-from runtime.messages import UserError, warn
+from runtime.messages import UserError, short, warn
 from runtime.parser import place
 from tools import common
 from training import settings, steps
@@ -98,12 +98,12 @@ def table(groups, marks, target):
         cfg = curves[0].cfg
         total, active, embedding = model.count_params(cfg)
         row = {"run": name}
-        row["parameters"] = in_millions(total + embedding)
-        row["active"] = in_millions(active + embedding)
-        row["tokens"] = in_millions(curves[0].tokens[-1])
+        row["parameters"] = short(total + embedding)
+        row["active"] = short(active + embedding)
+        row["tokens"] = short(curves[0].tokens[-1])
         for mark in marks:
             losses = [np.interp(mark, run.tokens, run.loss, math.nan, math.nan) for run in curves]
-            row[f"loss at {in_millions(mark)}"] = cell(losses, ".4f")
+            row[f"loss at {short(mark)}"] = cell(losses, ".4f")
         row["final loss"] = cell([run.loss[-1] for run in curves], ".4f")
         differences, to_target, shares = [], [], []
         for seed in sorted(runs.keys() & first.keys()):
@@ -122,13 +122,6 @@ def table(groups, marks, target):
     return common.markdown(rows)
 
 
-def in_millions(n):
-    """A number of tokens or parameters: 287k, 1.15M, 2.49B."""
-    if n >= 999.5e6:
-        return f"{n / 1e9:.2f}B"
-    return f"{n / 1e6:.2f}M" if n >= 999.5e3 else f"{n / 1e3:.0f}k"
-
-
 def picture(groups, kind):
     """Bytes of a picture of groups of runs: the mean over seeds with a band of its standard error."""
     # without pyplot: no display is needed
@@ -142,7 +135,7 @@ def picture(groups, kind):
         axes.plot(tokens, mean, "o-", ms=3, lw=1.2, color=f"C{i}", label=name)
         axes.fill_between(tokens, mean - error, mean + error, alpha=0.25, color=f"C{i}", lw=0)
     axes.set(xlabel="tokens", ylabel="validation loss (nats per token)")
-    axes.xaxis.set_major_formatter(lambda tokens, _: in_millions(tokens) if tokens else "0")
+    axes.xaxis.set_major_formatter(lambda tokens, _: short(tokens) if tokens else "0")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     image = io.BytesIO()

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import utils
 from data.tokenization import load_tokenizer
-from presets import preset
+from presets import PRESETS, preset
 from runtime.files import check_run_path, is_remote, read_json
-from runtime.messages import HIDDEN, UserError, masked, nearest, one_sentence
+from runtime.messages import HIDDEN, UserError, masked, nearest, one_sentence, short
 from runtime.parser import RENAMED, foreign, read_words
 from runtime.platforms import PLUGINS
-from training.settings import SPLIT, Flags, check_same, settle, without
+from training.settings import SPLIT, Flags, check_same, settle, validate, without
 from utils import Config, Plan, Run, replace
 
 # A file that comes with the program may be missing yet in the folder where it will run.
@@ -28,6 +28,8 @@ NO_FLAGS = {"data_fingerprint", "commit", "encoding", "end_of_text", "eos_token_
 NO_FLAGS |= {"positions", "revision", "coordinator", "num_processes", "process_id"}
 # Where one of these is given beside --config, the file's global batch is divided anew.
 DIVIDES = SPLIT | {"global_batch_size", "n_device_axis", "n_devices"}
+# The --preset that prints them all.
+LIST = "list"
 # By these variables jax knows that the process is a task of a step of Slurm's.
 SLURM = "SLURM_JOB_ID SLURM_NTASKS SLURM_PROCID SLURM_LOCALID SLURM_STEP_NODELIST".split()
 # Variables in which jax expects whole numbers where it finds the other processes by itself.
@@ -43,11 +45,19 @@ def parse(argv, load=load_tokenizer, elsewhere=False):
     """Command line -> `settings.Flags`: which were given, on it or in --config, and what they and the preset say.
 
     load: name -> the tokenizer, or None where it is not to be had. elsewhere: main.py will run on another machine, so
-    the file in --config is not read. Raises UserError; `--help` prints the preset's values and exits.
+    the file in --config is not read. Raises UserError; `--help` prints the preset's values and exits, `--preset list`
+    the presets.
     """
 
+    def named(given):
+        name = given.get("preset", Run.preset)
+        if name == LIST and not elsewhere:
+            print(preset_table(), flush=True)
+            sys.exit()
+        return preset(name)
+
     def defaults(given):
-        return utils.flatten(preset(given.get("preset", Run.preset))) | vars(Plan())
+        return utils.flatten(named(given)) | vars(Plan())
 
     # JAXformer's; here decoding always has a cache
     argv = [word for word in argv if word != "--use_cache"]
@@ -55,11 +65,31 @@ def parse(argv, load=load_tokenizer, elsewhere=False):
     sys.argv = [*map(masked, sys.argv)]  # which wandb sends with a run
     if "config" in given and not elsewhere:
         given = flags_of_file(given["config"], given) | given
-    cfg = replace(preset(given.get("preset", Run.preset)), **given)
+    cfg = replace(named(given), **given)
     of_plan = [flag for flag, value in vars(cfg.plan).items() if value]
     if of_plan and not cfg.plan.plan:
         raise UserError(f"--{of_plan[0]}: needs --plan beside it, with a machine such as v4:2x4x4.")
     return follow_tokenizer(Flags(cfg, frozenset(given)), load)
+
+
+def preset_table():
+    """All presets, a line for each: how large the model is, and how long it trains."""
+    import model  # here: it imports jax
+
+    lines = [("preset", "parameters", "active", "layers", "width", "T", "tokens of its training")]
+    for name in PRESETS:
+        cfg = validate(preset(name), 1)
+        m = cfg.model
+        total, active, embedding = model.count_params(cfg)
+        layers = m.first_layers + m.blocks * m.layers_per_block
+        tokens = cfg.data.global_batch_size * m.T * cfg.run.training_steps
+        counts = short(total + embedding), short(active + embedding)
+        lines.append((name, *counts, str(layers), str(m.model_dimension), str(m.T), short(tokens)))
+    first, *others = [max(map(len, column)) for column in zip(*lines)]
+    table = []
+    for name, *cells in lines:
+        table.append("  ".join([name.ljust(first), *map(str.rjust, cells, others)]))
+    return "\n".join(table)
 
 
 def flags_of_file(path, beside):
