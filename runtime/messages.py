@@ -95,10 +95,11 @@ def give_up_stdout():
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
-def nearest(word, known):
-    """The words "; the nearest is X" for one of the words `known`, or "" where none is near."""
+def nearest(word, known, least=0.6):
+    """The words "; the nearest is X" for one of the words `known`, or "" where none is near: `least` of both is
+    alike."""
     plain = {name.lower(): name for name in known}
-    near = difflib.get_close_matches(word.lower(), plain, 1)
+    near = difflib.get_close_matches(word.lower(), plain, 1, least)
     return f"; the nearest is {plain[near[0]]}" if near else ""
 
 

@@ -35,6 +35,8 @@ RENAMED = {
 }
 FLAG = re.compile(r"--?[A-Za-z]")  # how a flag begins; texts may begin with other hyphens
 TRUTHS = set("true false yes no on off 0 1".split())  # what other programs take after a switch
+# How alike a typing error and its flag are, at least: less is another flag, which nobody asked for.
+NEAR = 0.85
 # lines of flags as nanoGPT, nanochat, Hugging Face, torchtitan, MaxText and lm_eval call them, each with what is said
 FOREIGN = os.path.join(os.path.dirname(__file__), "foreign_flags.txt")
 
@@ -224,7 +226,7 @@ def read_flag(word, words, known):
     if f is None and (said := foreign(name, known)):
         raise UserError(f"{flag}: {said}; see --help.")
     if not flag.startswith("--") or f is None:
-        near = nearest(flag, [f"--{n}" for n in by_name])
+        near = nearest(flag, [f"--{n}" for n in by_name], NEAR)
         raise UserError(f"{flag}: there is no such flag{near}; see --help.")
     _, n = type_of(f)
     if n == 0 and (equals or (words and words[0].lower() in TRUTHS)):

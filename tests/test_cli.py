@@ -325,6 +325,35 @@ def test_flags_of_other_programs_are_answered_with_those_here():
             refusal(lambda: command_line.parse([word]), f": is --{here} here")
 
 
+# What people look for, and what the answer must name
+LOOKED_FOR = {
+    "depth": ["--blocks x --layers_per_block", "--preset list"],
+    "lora qlora": ["pretrains", "tools/hf.py", "peft"],
+    "sft finetune dpo rl": ["pretrains", "tools/hf.py", "trl", "--init_from"],
+    "tokens train_tokens max_tokens_total": ["--training_steps x --global_batch_size x --T"],
+    "hours max_hours time_limit": ["--training_steps", "timeout -s INT 3h"],
+    "find_lr lr_finder": ["docs/rates.md", "--max_lr"],
+    "dry_run": ["--plan MACHINE"],
+    "test_run smoke debug": ["--preset tiny --training_steps 20", "--plan MACHINE"],
+    "chat": ["tools/sample.py"],
+    "max_length": ["--T", "--max_tokens"],
+}
+# What is no flag and like none: naming one would mislead
+LIKE_NONE = "sft2 hoursx ema z_loss hf_token int8 plot trace neptune lion save load best test quiet"
+
+
+def test_what_people_look_for_gets_the_right_answer():
+    for names, parts in LOOKED_FOR.items():
+        for name in names.split():
+            said = refusal(lambda: command_line.parse([f"--{name}", "1"]), f"--{name}: ", *parts)
+            assert "nearest" not in said
+    for name in LIKE_NONE.split():
+        said = refusal(lambda: command_line.parse([f"--{name}", "1"]))
+        assert said == f"--{name}: there is no such flag; see --help."
+    for wrong, right in dict(blokcs="blocks", maxlr="max_lr", tokeniser="tokenizer").items():
+        refusal(lambda: command_line.parse([f"--{wrong}", "1"]), f"the nearest is --{right};")
+
+
 def test_a_plan_takes_the_kernels_of_its_machine():
     kernels = {"gpu:8xH200": ("flash", "splash"), "v4:2x2x2": ("splash", "flash")}
     for machine, (kernel, other) in kernels.items():

@@ -14,7 +14,7 @@ from data.tokenization import load_tokenizer
 from presets import PRESETS, preset
 from runtime.files import check_run_path, is_remote, read_json
 from runtime.messages import HIDDEN, UserError, masked, nearest, one_sentence, short
-from runtime.parser import RENAMED, foreign, read_words
+from runtime.parser import NEAR, RENAMED, foreign, read_words
 from runtime.platforms import PLUGINS
 from training.settings import SPLIT, Flags, check_same, settle, validate, without
 from utils import Config, Plan, Run, replace
@@ -112,7 +112,7 @@ def flags_of_file(path, beside):
         flags = without(["global_batch_size"], flags)
     flags = {RENAMED.get(name, name): value for name, value in flags.items()}
     for name in sorted(flags.keys() - utils.FIELDS.keys()):
-        said = foreign(name, utils.FIELDS) or f"is no flag{nearest(name, utils.FIELDS)}"
+        said = foreign(name, utils.FIELDS) or f"is no flag{nearest(name, utils.FIELDS, NEAR)}"
         raise UserError(f"--config {path}: {name} {said}.")
     values = utils.read_values(flags, f"--config {path}")
     for name in values.keys() - beside.keys():
