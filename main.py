@@ -44,7 +44,7 @@ from runtime import chips, processes
 from training import profiling, settings, steps
 from training.bad_steps import BadSteps
 from training.meter import Goodput, Meter
-from training.optimizer import make_optimizer
+from training.optimizer import hyperparameters, make_optimizer
 from training.run_checkpoints import RunCheckpoints
 from training.runlog import NoLog, Progress, RunLog, duration
 
@@ -94,7 +94,7 @@ def train(cfg, stored, encoding, load_weights, goodput, lock):
     print_setup(cfg, corpus, val_corpus)
 
     # --- Optimizer
-    optimizer, schedule = make_optimizer(cfg, mesh)
+    optimizer = make_optimizer(cfg, mesh)
 
     # --- Restore
     checkpoints = RunCheckpoints(cfg, mesh, optimizer, data, load_weights, corpus.borders, lock)
@@ -118,7 +118,7 @@ def train(cfg, stored, encoding, load_weights, goodput, lock):
     ends = weights.ends(whose) if whose else []
     training.score_tasks = processes.on_all(lambda: open_tasks(cfg, mesh, encoding, ends))
     with goodput.during("compiling"), memory_explained(cfg):
-        training.train_step = compile_train_step(cfg, mesh, optimizer, schedule)
+        training.train_step = compile_train_step(cfg, mesh, optimizer)
     training.sample = make_sampler(cfg, mesh, encoding, ends)
 
     # --- Log
@@ -146,6 +146,7 @@ class Training:
         self.corpus = corpus
         self.checkpoints = checkpoints
         self.goodput = goodput
+        self.numbers = hyperparameters(cfg, mesh)
         self.state = state
         self.step = meta["step"]
         self.sequences = meta["sequences"]
@@ -199,8 +200,8 @@ class Training:
         self.goodput.turn("steps")
         self.profile.begin(step, self.train_step, self.meter.wait)
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
-            tokens, targets = next(self.batches)
-            self.state, metrics = self.train_step(self.state, tokens, targets)
+            batch = next(self.batches)
+            self.state, metrics = self.train_step(self.state, *batch, self.numbers)
         self.step = step
         self.sequences += self.per_step
         if self.cfg.run.profile and step == self.profile.first:
@@ -366,11 +367,11 @@ def open_tasks(cfg, mesh, encoding, ends):
         raise UserError(re.sub("--(tasks|include_path)", "--eval_tasks", str(e))) from None
 
 
-def compile_train_step(cfg, mesh, optimizer, schedule):
+def compile_train_step(cfg, mesh, optimizer):
     """The compiled train step of training/steps.py; how long that took is printed."""
     began = time.time()
     abstract = steps.abstract_state(cfg, mesh, optimizer)
-    lowered = steps.lower_train_step(cfg, mesh, optimizer, schedule, abstract)
+    lowered = steps.lower_train_step(cfg, mesh, abstract)
     # A cached program carries the names of the code that compiled it, which --profile would show.
     by_names = "jax_compilation_cache_include_metadata_in_key"
     jax.config.update(by_names, bool(cfg.run.profile))

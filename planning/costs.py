@@ -163,7 +163,7 @@ def optimizer_bytes(m, o):
     def add(leaf, name):
         total[name] += leaf.size * leaf.dtype.itemsize
 
-    optimizer, _ = make_optimizer(cfg, mesh)
+    optimizer = make_optimizer(cfg, mesh)
     steps.map_opt_state(optimizer, params, add, lambda leaf: None, beside=names)
     return jax.tree.map(lambda param, name: total[name] / param.size, params, names)
 

@@ -114,9 +114,8 @@ class TooLarge(Exception):
 def compile_step(cfg, devices):
     """`Compiled` train step, as main.py builds it, for the devices of a topology. Raises TooLarge."""
     mesh = steps.make_mesh(cfg, devices)
-    optimizer, schedule = make_optimizer(cfg, mesh)
-    state = steps.abstract_state(cfg, mesh, optimizer)
-    lowered = steps.lower_train_step(cfg, mesh, optimizer, schedule, state)
+    state = steps.abstract_state(cfg, mesh, make_optimizer(cfg, mesh))
+    lowered = steps.lower_train_step(cfg, mesh, state)
     options = compiler_options(devices[0].platform)
     try:
         program = lowered.compile(compiler_options=options)

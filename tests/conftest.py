@@ -60,7 +60,7 @@ from architectures import flags_without_choice, parameters
 from data import manifest, published, storage, tokenization
 from runtime import messages, parser
 from training import settings, steps
-from training.optimizer import make_optimizer
+from training.optimizer import hyperparameters, make_optimizer
 
 
 def given(words):
@@ -229,10 +229,12 @@ def furthest(a, b):
 
 def begin(cfg, mesh):
     """(TrainState at step 0, the compiled train step)."""
-    optimizer, schedule = make_optimizer(cfg, mesh)
+    optimizer = make_optimizer(cfg, mesh)
     abstract = steps.abstract_state(cfg, mesh, optimizer)
-    step = steps.lower_train_step(cfg, mesh, optimizer, schedule, abstract).compile()
-    return steps.init_state(cfg, abstract, optimizer, make_params(cfg, mesh)), step
+    step = steps.lower_train_step(cfg, mesh, abstract).compile()
+    numbers = hyperparameters(cfg, mesh)
+    state = steps.init_state(cfg, abstract, optimizer, make_params(cfg, mesh))
+    return state, lambda state, tokens, targets: step(state, tokens, targets, numbers)
 
 
 def steps_of(cfg, seeds):

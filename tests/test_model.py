@@ -364,7 +364,7 @@ def test_embedding_lr_multiplies_the_steps_of_the_embedding_alone():
         flags = dict(embedding_lr=embedding_lr, optimizer="adamw")
         cfg = small_config(**ARCHITECTURES["gpt2"] | flags)
         mesh = steps.make_mesh(cfg)
-        optimizer, _ = make_optimizer(cfg, mesh)
+        optimizer = make_optimizer(cfg, mesh)
         params = make_params(cfg, mesh)
         update = jax.jit(optimizer.update)
         found.append(update(params, optimizer.init(params), params, rate=0.1)[0])  # as gradients

@@ -93,7 +93,7 @@ def test_a_plan_counts_what_the_optimizer_keeps(name, rule, kept, monkeypatch):
         cfg = small_config(mesh, **known)
         e = costs.Estimate(cfg, plan.machine_of(jax.devices()))
         grid = steps.make_mesh(cfg)
-        state = steps.abstract_state(cfg, grid, optimizer.make_optimizer(cfg, grid)[0])
+        state = steps.abstract_state(cfg, grid, optimizer.make_optimizer(cfg, grid))
         stored = 0
         for leaf in jax.tree.leaves(state.opt_state):
             if leaf.ndim:  # scalars are left out

@@ -12,9 +12,10 @@ from conftest import batch_of, begin, given, small_config
 from test_resume import TINY, assert_bitwise, checkpoint_of, metrics_of
 
 import model
+import utils
 from architectures import parameters
 from training import steps
-from training.optimizer import make_optimizer, make_schedule
+from training.optimizer import hyperparameters, learning_rate, make_optimizer
 
 # flags of each schedule, with 4 steps of warm-up and the end at step 20
 PLAIN = given("--max_lr 1 --end_lr 0 --warmup_steps 4 --end_steps 20")
@@ -26,10 +27,21 @@ SCHEDULES = {
 }
 
 
+def schedule_of(**flags):
+    """Steps, int32 of any shape, -> learning rates, computed of numbers that are inputs, as the compiled step does."""
+    cfg = small_config(**flags)
+    numbers = hyperparameters(cfg, steps.make_mesh(cfg))
+
+    @jax.jit
+    def rates(steps, numbers):
+        return learning_rate(utils.replace(cfg, **numbers).optimizer, steps)
+
+    return lambda steps: rates(jnp.asarray(steps, jnp.int32), numbers)
+
+
 def rates(n, **flags):
-    """The learning rates of the steps before n, computed as the compiled step does."""
-    schedule = jax.jit(make_schedule(small_config(**flags).optimizer))
-    return np.array([schedule(jnp.int32(step)) for step in range(n)])
+    """The learning rates of the steps before n."""
+    return np.array(schedule_of(**flags)(np.arange(n)))
 
 
 def test_rates_are_those_of_the_formulas():
@@ -53,14 +65,14 @@ def test_no_rate_is_negative_and_a_decay_ends_at_end_lr_to_the_bit(name):
         flags |= dict(warmup_steps=warmup, end_steps=end, decay_steps=0)
         if name == "wsd":
             flags["decay_steps"] = (end - warmup) // 2 + 1
-        schedule = make_schedule(small_config(**flags).optimizer)
+        schedule = schedule_of(**flags)
         near = np.arange(-40, 200) + end
         steps_ = np.concatenate([np.arange(450), near[near > 0], [2**31 - 1]])
-        found = jax.jit(jax.vmap(schedule))(jnp.asarray(steps_, jnp.int32))
+        found = schedule(steps_)
         assert (found >= 0).all() and jnp.isfinite(found).all(), flags
         if name != "trunk":
             assert (found[steps_ >= end] == np.float32(share * max_lr)).all(), flags
-        assert all(schedule(jnp.int32(step)) >= 0 for step in (0, end, end + 60))
+        assert all(schedule(step) >= 0 for step in (0, end, end + 60))
 
 
 def test_a_trunk_is_every_run_that_decays_later_to_the_bit():
@@ -78,13 +90,16 @@ def test_weight_decay_follows_the_schedule_and_at_rate_0_nothing_moves(optimizer
     """Without a gradient a step takes learning rate x weight_decay of each matrix away, and nothing of others."""
     flags = SCHEDULES["linear"] | dict(optimizer=optimizer, weight_decay=0.25, blocks=1)
     cfg = small_config(**flags, embedding_lr=1.0)
-    optimizer, schedule = make_optimizer(cfg, steps.make_mesh(cfg))
+    optimizer = make_optimizer(cfg, steps.make_mesh(cfg))
     table = model.param_table(cfg)
     params = parameters.table_map(lambda param: jnp.ones(param.shape), table)
     decays = jax.tree.leaves(parameters.table_map(lambda param: param.cast, table))
     state, update = optimizer.init(params), jax.jit(optimizer.update)
     for gradient, step in itertools.product((0.0, 0.1), range(22)):
-        gradients, rate = jax.tree.map(lambda x: gradient * x, params), schedule(step)
+        gradients, rate = (
+            jax.tree.map(lambda x: gradient * x, params),
+            learning_rate(cfg.optimizer, step),
+        )
         updates, state = update(gradients, state, params, rate=rate)
         for moved, decay in zip(jax.tree.leaves(updates), decays, strict=True):
             if gradient:
@@ -135,6 +150,25 @@ def test_the_schedule_follows_the_length_of_a_run_also_where_that_changes(train,
         lines = capsys.readouterr().out.splitlines()
         said = [line for line in lines if re.search("the schedule changes|warning: --", line)]
         assert len(said) == len(endings) and all(map(str.endswith, said, endings)), said
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_sweep_compiles_one_program(optimizer):
+    """Another rate, length, decay, momentum or seed is another input of the same step, not another step."""
+    base = dict(SCHEDULES["wsd"], optimizer=optimizer)
+    sweep = [
+        given("--max_lr 0.5 --end_lr 0.1 --embedding_lr 3 --warmup_steps 0"),
+        given("--end_steps 31 --training_steps 31 --decay_steps 0"),
+        given("--weight_decay 0 --grad_clip_norm 2 --seed 7"),
+        given("--adam_b2 0.99 --muon_momentum 0.5 --bias_update_rate 0.1 --balance_weight 0.5"),
+    ]
+    texts = set()
+    for flags in ({}, *sweep):
+        cfg = small_config(**base | flags)
+        mesh = steps.make_mesh(cfg)
+        abstract = steps.abstract_state(cfg, mesh, make_optimizer(cfg, mesh))
+        texts.add(steps.lower_train_step(cfg, mesh, abstract).as_text())
+    assert len(texts) == 1
 
 
 def test_a_copied_checkpoint_of_a_trunk_decays_to_the_bit_as_the_run_planned_so(train, tmp_path):

@@ -45,22 +45,22 @@ def prepare(cfg):
 
     import model
     from training import profiling, steps
-    from training.optimizer import make_optimizer
+    from training.optimizer import hyperparameters, make_optimizer
 
     platforms.find_devices()
     steps.configure_jax(cfg)
     cfg = settings.validate(cfg, jax.device_count())
     mesh = steps.make_mesh(cfg)
-    optimizer, schedule = make_optimizer(cfg, mesh)
+    optimizer = make_optimizer(cfg, mesh)
     abstract = steps.abstract_state(cfg, mesh, optimizer)
     compiled.clear()  # the devices have room for one
     began = time.perf_counter()
-    lowered = steps.lower_train_step(cfg, mesh, optimizer, schedule, abstract)
+    lowered = steps.lower_train_step(cfg, mesh, abstract)
     step = lowered.compile(compiler_options=profiling.compiler_options(cfg))
     seconds = time.perf_counter() - began
     compiled["step"] = step
     compiled["state"] = steps.init_state(cfg, abstract, optimizer)
-    compiled["batch"] = random_batch(cfg, mesh)
+    compiled["inputs"] = *random_batch(cfg, mesh), hyperparameters(cfg, mesh)
     used = step.memory_analysis()
     new_outputs = used.output_size_in_bytes - used.alias_size_in_bytes
     return dict(
@@ -90,7 +90,7 @@ def run_steps(n):
 
     wall, cpu = time.perf_counter(), time.process_time()
     for _ in range(n):
-        compiled["state"], metrics = compiled["step"](compiled["state"], *compiled["batch"])
+        compiled["state"], metrics = compiled["step"](compiled["state"], *compiled["inputs"])
     jax.block_until_ready((compiled["state"], metrics))
     return time.perf_counter() - wall, time.process_time() - cpu
 

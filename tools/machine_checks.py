@@ -248,7 +248,7 @@ def check_resume(n, mesh):
         cfg = small_model(MODELS[0], n, mesh, output_dir=folder, compilation_cache="")
         bench.prepare(cfg)
         mesh = steps.make_mesh(cfg)
-        checkpoints = RunCheckpoints(cfg, mesh, make_optimizer(cfg, mesh)[0], "")
+        checkpoints = RunCheckpoints(cfg, mesh, make_optimizer(cfg, mesh), "")
         bench.run_steps(2)
         checkpoints.save_running(2, 0, bench.compiled["state"], BadSteps(0))
         bench.run_steps(2)

@@ -1,25 +1,51 @@
-"""The optimizer and its schedule."""
+"""The optimizer, its learning rate, and the numbers of both that a compiled step takes as inputs."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import model
+import utils
 from architectures import parameters
 from training import muon
 
+# {flag: type} of the optimizer's numbers: rates, decays and the steps of the schedule.
+HYPERPARAMETERS = {
+    f.name: {int: np.int32, float: np.float32}[f.type]
+    for f in dataclasses.fields(utils.Optimizer)
+    if f.type in (int, float)
+}
+
+
+def hyperparameters(cfg, mesh):
+    """{flag: int32 [] or float32 [] on all devices}: the numbers of `cfg.optimizer`, for `steps.make_train_step`.
+
+    A compiled step takes them as inputs. So runs that differ in them, as those of a sweep over rates, lengths or decays
+    do, share one compiled program: the second one finds it in the cache. And XLA cannot look at them, or it would
+    simplify each program in its own way and round differently: a branch is to the bit the run that was planned so from
+    the start.
+    """
+    replicated = NamedSharding(mesh, P())
+    found = {}
+    for name, kind in HYPERPARAMETERS.items():
+        value = kind(getattr(cfg.optimizer, name))
+        found[name] = jax.make_array_from_callback((), replicated, lambda _, value=value: value)
+    return found
+
 
 def make_optimizer(cfg, mesh):
-    """AdamW (arXiv:1711.05101) or Muon (arXiv:2502.16982; training/muon.py) after clipping by the global norm, and its
-    schedule: step -> learning rate.
+    """AdamW (arXiv:1711.05101) or Muon (arXiv:2502.16982; training/muon.py) after clipping by the global norm.
 
-    Its `update` takes the step's learning rate as `rate`, since the schedule counts skipped steps too. Weight decay
-    follows the schedule: a step takes learning rate x weight_decay of a matrix away.
+    Its `update` takes the step's `learning_rate` as `rate`, since the schedule counts skipped steps too. Weight decay
+    follows the schedule: a step takes learning rate x weight_decay of a matrix away. The numbers of `cfg.optimizer`
+    may be arrays of a step that is being traced; `init` needs none of them.
     """
     o = cfg.optimizer
-    schedule = make_schedule(o)
     matrices = parameters.table_map(lambda param: param.cast, model.param_table(cfg))
     rule = optax.chain(
         make_rule(cfg, mesh),
@@ -28,7 +54,7 @@ def make_optimizer(cfg, mesh):
     )
     is_embedding = {name: name == "embedding" for name in matrices}
     embedding_lr = optax.masked(optax.scale(o.embedding_lr), is_embedding)
-    return optax.chain(optax.clip_by_global_norm(o.grad_clip_norm), rule, embedding_lr), schedule
+    return optax.chain(optax.clip_by_global_norm(o.grad_clip_norm), rule, embedding_lr)
 
 
 def make_rule(cfg, mesh):
@@ -60,8 +86,8 @@ SHAPES = dict(
 )
 
 
-def make_schedule(o):
-    """step -> learning rate, a function of the step and of the flags `o` (`utils.Optimizer`) alone; never negative.
+def learning_rate(o, step):
+    """float32 []: the rate of the step after `step` others, by the flags `o` (`utils.Optimizer`) alone; never negative.
 
     With max_lr 1, end_lr 0, warmup_steps 10, end_steps 110 and, for wsd, decay_steps 40:
 
@@ -70,23 +96,12 @@ def make_schedule(o):
         linear                  0     0.5   1     0.5   0.4   0.3   0.2   0
         wsd                     0     0.5   1     1     1     0.5   0.29  0
         wsd, decay_steps 0      0     0.5   1     1     1     1     1     1
-
-    Runs that differ in steps and rates alone compile to programs that differ in these numbers alone. XLA may not look
-    at them, or it would simplify each program in its own way and round differently. So a branch is to the bit the run
-    that was planned so from the start.
     """
     begin = o.warmup_steps
     if o.schedule == "wsd":
-        begin = o.end_steps - o.decay_steps if o.decay_steps else NEVER
-    rates = np.float32([o.max_lr, o.end_lr])
-    steps = np.int32([max(1, o.warmup_steps), begin, max(1, o.end_steps - begin)])
-
-    def rate(step):
-        (high, end), (warmup, begin, length) = lax.optimization_barrier((rates, steps))
-        share = jnp.clip((step - begin) / length, 0, 1)
-        decaying = (high - end) * SHAPES[o.schedule](share) + end
-        warming = high - high * (1 - step / warmup)
-        rest = jnp.where(step < begin, high, decaying)
-        return jnp.where(step < o.warmup_steps, warming, rest)
-
-    return rate
+        begin = jnp.where(o.decay_steps > 0, o.end_steps - o.decay_steps, NEVER)
+    share = jnp.clip((step - begin) / jnp.maximum(1, o.end_steps - begin), 0, 1)
+    decaying = (o.max_lr - o.end_lr) * SHAPES[o.schedule](share) + o.end_lr
+    warming = o.max_lr - o.max_lr * (1 - step / jnp.maximum(1, o.warmup_steps))
+    rest = jnp.where(step < begin, o.max_lr, decaying)
+    return jnp.where(step < o.warmup_steps, warming, rest)

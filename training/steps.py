@@ -18,11 +18,13 @@ from jax.sharding import PartitionSpec as P
 
 import collectives
 import model
+import utils
 from architectures import parameters
 from dataset import Prefetch, put_batch
 from runtime.files import check_place
 from runtime.messages import UserError, say, warn
 from runtime.processes import together
+from training.optimizer import HYPERPARAMETERS, learning_rate, make_optimizer
 
 
 class TrainState(NamedTuple):
@@ -120,34 +122,37 @@ def arranger(cfg, abstract):
 def init_state(cfg, abstract, optimizer, params=None):
     """TrainState at step 0, made in place on the mesh, the same on every mesh. `params`, if given, are used up."""
 
-    def init(params):
-        init_key, key = jax.random.split(jax.random.key(cfg.run.seed))
+    def init(params, seed):
+        init_key, key = jax.random.split(jax.random.key(seed))
         params = params or parameters.init_params(model.param_table(cfg), init_key)
         opt_state = optimizer.init(params)
         return TrainState(params, opt_state, jnp.int32(0), jax.random.key_data(key))
 
     shardings = jax.tree.map(lambda s: s.sharding, abstract)
-    return jax.jit(init, out_shardings=shardings, donate_argnums=0)(params)
+    return jax.jit(init, out_shardings=shardings, donate_argnums=0)(params, cfg.run.seed)
 
 
-def make_train_step(cfg, mesh, optimizer, schedule):
-    """`train_step(state, tokens, targets)` -> (state, metrics); tokens and targets int32 [accumulation, M, B, T].
+def make_train_step(cfg, mesh):
+    """`train_step(state, tokens, targets, numbers)` -> (state, metrics); tokens and targets int32 [accumulation, M, B,
+    T]; numbers: of `optimizer.hyperparameters`, which stand in for those of `cfg`.
 
     Gradients are averaged over the accumulation in float32. shard_map is around the loss alone: gradient, clipping and
     optimizer see global arrays. A bad step, whose loss or gradient is not finite, changes only `state.step`, the one
     clock of the learning rate.
     """
-    gradient = jax.value_and_grad(model.make_loss(cfg, mesh, train=True), has_aux=True)
-    # jit, so that it is traced once, for its shapes and for its use; inline, so that the program stays the same
-    gradient = jax.jit(gradient, inline=True)
 
-    def train_step(state, tokens, targets):
-        rate = schedule(state.step)
+    def train_step(state, tokens, targets, numbers):
+        now = utils.replace(cfg, **numbers)
+        gradient = jax.value_and_grad(model.make_loss(now, mesh, train=True), has_aux=True)
+        # jit, so that it is traced once, for its shapes and for its use; inline, so that the program stays the same
+        gradient = jax.jit(gradient, inline=True)
+        optimizer = make_optimizer(now, mesh)
+        rate = learning_rate(now.optimizer, state.step)
         (loss, seen), grads = accumulate_gradient(gradient, state, tokens, targets)
         with jax.named_scope("optimizer"):
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params, rate=rate)
             params = optax.apply_updates(state.params, updates)
-            params = model.update_router_bias(cfg, params, seen.load, tokens.size)
+            params = model.update_router_bias(now, params, seen.load, tokens.size)
             norm = optax.tree.norm(grads)
             sound = jnp.isfinite(loss) & jnp.isfinite(norm)
             before = state.params, state.opt_state
@@ -220,18 +225,23 @@ def tokens_per_step(cfg):
     return math.prod(batch_shape(cfg))
 
 
-def lower_train_step(cfg, mesh, optimizer, schedule, abstract):
+def lower_train_step(cfg, mesh, abstract):
     """`make_train_step`, ready to be compiled for a TrainState like `abstract`, which it overwrites. (Not for a state
     itself: a restored one would give another program.)"""
     batch = NamedSharding(mesh, collectives.BATCH_SPEC)
     tokens = jax.ShapeDtypeStruct(batch_shape(cfg), jnp.int32, sharding=batch)
+    replicated = NamedSharding(mesh, P())
+    numbers = {
+        name: jax.ShapeDtypeStruct((), kind, sharding=replicated)
+        for name, kind in HYPERPARAMETERS.items()
+    }
     state_shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     step = jax.jit(
-        make_train_step(cfg, mesh, optimizer, schedule),
+        make_train_step(cfg, mesh),
         donate_argnums=0,
-        out_shardings=(state_shardings, NamedSharding(mesh, P())),
+        out_shardings=(state_shardings, replicated),
     )
-    return step.lower(abstract, tokens, tokens)
+    return step.lower(abstract, tokens, tokens, numbers)
 
 
 def make_evaluate(cfg, mesh, corpus):
