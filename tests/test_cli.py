@@ -460,17 +460,34 @@ def test_a_check_without_devices_refuses_nothing_that_some_devices_would_take(by
 
 
 def test_a_check_knows_the_run_that_is_there(tmp_path):
-    """A flag that the run cannot go on with is refused; what may change, and what the preset says, is not."""
+    """A flag that the run cannot resume with is refused; what may change, and what the preset says, is not. Where
+    another run could begin from its weights, that is said."""
     cfg = utils.replace(presets.preset("tiny"), T=64, train_batch_size=4)
     stored = json.dumps(utils.flatten(cfg) | {"data_fingerprint": "x"})
     files.write_file(str(tmp_path / "tiny/config.json"), stored)
     words = ["--preset", "tiny", "--output_dir", str(tmp_path)]
     for more in ("", "--T 64 --n_device_axis 0 1 1", "--max_tokens 9", "--T 32 --name b"):
         command_line.check([*words, *more.split()], elsewhere=False)
-    words += ["--T", "32"]
-    said = "--T 32: run tiny exists and has 64; give that"
-    refusal(lambda: command_line.check(words, elsewhere=False), said)
-    command_line.check(words, elsewhere=True)
+    begin = f", with --init_from {tmp_path}/tiny to begin from its weights"
+    for more, has, other in (
+        ("--T 32", "--T 64", begin),
+        ("--max_lr 0.02", "--max_lr 0.016", begin),
+        ("--mix web:1", "no --mix", begin),
+        ("--blocks 4", "--blocks 2", ""),
+        ("--no_tied", "--tied", ""),
+        ("--architecture gpt2", "--architecture deepseek", ""),
+    ):
+        again = [*words, *more.split()]
+        said = refusal(lambda: command_line.check(again, elsewhere=False))
+        them = f"{more}: run tiny exists and has {has}"
+        assert said == f"{them}; give the same, or another --name{other}."
+        command_line.check(again, elsewhere=True)
+    files.write_file(
+        str(tmp_path / "tiny/config.json"), stored.replace('"mix": ""', '"mix": "a:1"')
+    )
+    again = [*words, "--mix", ""]
+    said = "no --mix: run tiny exists and has --mix a:1; give the same"
+    refusal(lambda: command_line.check(again, elsewhere=False), said)
 
 
 def test_a_program_whose_reader_leaves_ends_quietly():

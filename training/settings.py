@@ -440,7 +440,7 @@ def resume(flags, stored):
     if "global_batch_size" in flags.given and flags.cfg.data.global_batch_size != total:
         raise UserError(
             f"--global_batch_size {flags.cfg.data.global_batch_size}: run {r.name} exists and has {total}; give that, "
-            f"or another --name."
+            f"or another --name, {from_its_weights(flags.cfg)}."
         )
     flags = flags.fix(global_batch_size=total)
     if stored["val_batch_size"]:
@@ -464,7 +464,25 @@ def check_validation(cfg, stored):
 def check_same(cfg, stored, flags=utils.FIELDS.keys()):
     """Raises UserError where `cfg` would make another run, by its `flags`, than the one that `stored` describes."""
     whose = f"run {cfg.run.name} exists and has"
-    compare(cfg, stored, flags & utils.KEPT, whose, "give that, or another --name")
+    advice = "give the same, or another --name"
+    m = cfg.model
+    of_weights = vars(m).keys() - free_of_weights(m.architecture) | {"tokenizer"}
+    kept = flags & utils.KEPT
+    compare(cfg, stored, kept & of_weights, whose, advice)
+    compare(cfg, stored, kept - of_weights, whose, f"{advice}, {from_its_weights(cfg)}")
+
+
+def from_its_weights(cfg):
+    """In words: what begins another run where the one of that name cannot continue."""
+    return f"with --init_from {cfg.run.folder} to begin from its weights"
+
+
+def as_given(flag, value):
+    """A flag with a value of it as a command line has them, in words where it has none."""
+    if isinstance(value, bool):
+        return f"--{flag}" if value else f"--no_{flag}"
+    words = " ".join(map(str, value)) if isinstance(value, tuple) else value
+    return f"no --{flag}" if value == "" else f"--{flag} {words}"
 
 
 def compare(cfg, others, flags, whose, advice="leave the flag out"):
@@ -472,7 +490,8 @@ def compare(cfg, others, flags, whose, advice="leave the flag out"):
     now = flatten(cfg)
     for flag in sorted(flags & others.keys()):
         if now[flag] != others[flag]:
-            raise UserError(f"--{flag} {now[flag]}: {whose} {others[flag]}; {advice}.")
+            ours, theirs = as_given(flag, now[flag]), as_given(flag, others[flag])
+            raise UserError(f"{ours}: {whose} {theirs}; {advice}.")
 
 
 def to_resume(cfg, fingerprint):
