@@ -330,7 +330,7 @@ def open_data(cfg, stored, encoding):
     if stored and stored["data_fingerprint"] != data:
         raise UserError(
             f"--name {cfg.run.name}: this run exists and saw other data than is now in --data {cfg.data.data} (it was "
-            f"{stored['data']}); give those shards, or another --name."
+            f"{stored['data']}); give those shards, or another --name, {settings.from_its_weights(cfg)}."
         )
     return corpus, val_corpus, data
 

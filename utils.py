@@ -318,7 +318,7 @@ class Config:
     Train a small one, on Python's own source, on whatever this machine has:
       bash run.sh local
     Train on shards of your own, on 8 devices:
-      python main.py --preset gpt2-124m --data data/shards/fineweb --n_device_axis 8 1 1
+      python main.py --preset gpt2-124m --data data/shards/fineweb-edu-10BT --n_device_axis 8 1 1
     See what a step would cost on a machine that you do not have:
       python main.py --n_device_axis 8 2 2 --plan v4:2x4x4
     """

@@ -44,6 +44,24 @@ def test_what_fits_is_there():
     assert all(map(presets.preset, fits.values()))
 
 
+def test_the_place_is_known_with_and_without_packages_of_google(tmp_path):
+    """-S leaves out what is installed: many machines have no package google at all."""
+    (cell,) = [cell for cell in notebook().cells if "drive.mount" in cell.source]
+    code = f"STORAGE = ''\n{cell.source}\nprint(STORAGE or 'its own')"
+
+    def storage():
+        words = [sys.executable, "-S", "-c", code]
+        env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        return subprocess.run(words, env=env, capture_output=True, text=True, check=True).stdout
+
+    assert "content/drive" not in storage()
+    (tmp_path / "google").mkdir()
+    assert "content/drive" not in storage()
+    (tmp_path / "google/colab").mkdir()
+    (tmp_path / "google/colab/drive.py").write_text("mount = print")
+    assert storage() == "/content/drive\n/content/drive/MyDrive/moe-pretraining\n"
+
+
 def session(origin, storage, machine, monkeypatch):
     """A client that runs the notebook in the folder `machine`, where nothing is; only `storage` outlives it."""
     machine.mkdir()
