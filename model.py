@@ -177,22 +177,23 @@ def reduce_loss(cfg, shape, cross_entropy, load):
     )
 
 
-def make_score(cfg, mesh):
-    """`score(params, tokens, targets)` on global arrays -> those of `losses.token_losses`, [M, B, T]. tokens and
-    targets int32 [M, B, T], sharded as BATCH_SPEC[1:], as are the results. No token is dropped."""
+def make_score(cfg, mesh, measure=losses.token_losses):
+    """`score(params, tokens, targets)` on global arrays -> those of `losses.token_losses`, [M, B, T], or of another
+    such function. tokens and targets int32 [M, B, T], sharded as BATCH_SPEC[1:], as are the results. No token is
+    dropped."""
     cfg = for_devices(dropless(cfg), mesh)
     m = cfg.model
 
     def local_score(params, ids, targets):
         x, _, head = hidden_states(cfg, params, describe_batch(m, ids))
-        return losses.token_losses(x, head, targets, m.vocab_size, loss_chunk())
+        return measure(x, head, targets, m.vocab_size, loss_chunk())
 
     spec = P(*BATCH_SPEC[1:])
     return jax.shard_map(
         local_score,
         mesh=mesh,
         in_specs=(param_specs(cfg), spec, spec),
-        out_specs=(spec, spec),
+        out_specs=spec,
         check_vma=False,
     )
 

@@ -102,19 +102,31 @@ def draw_tokens(logits, key, s):
 
 
 def kth_largest(x, k):
-    """The k-th largest number of each row of float32 [B, V], [B, 1]; the smallest of a row that has fewer.
+    """The k-th largest number of each row of float32 [B, V], [B, 1]; the smallest of a row that has fewer."""
+    return largest_reached(x, 1, min(k, x.shape[-1]))
 
-    Found bit by bit, from the highest: the largest number that at least k of the row reach.
+
+def smallest_of_nucleus(logits, p):
+    """The smallest logit of the likeliest tokens that together have probability p [B, 1], of each row of logits [B, V]:
+    [B, 1]. The likeliest token is among them whatever p is (Holtzman et al., arXiv:1904.09751)."""
+    smallest = largest_reached(logits, jax.nn.softmax(logits), p)
+    return jnp.minimum(smallest, logits.max(-1, keepdims=True))
+
+
+def largest_reached(x, weights, needed):
+    """The largest number of each row of float32 x [B, V] such that the `weights` of those in the row that reach it
+    sum to `needed` or more, [B, 1]; the smallest of a row that has less, infinity where nothing is needed.
+
+    Found bit by bit, from the highest.
     """
     bits = lax.bitcast_convert_type(x, jnp.int32)
     # in the order of x; CPUs compare these much faster
     integers = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    k = min(k, x.shape[-1])
 
     def try_bit(n, found):  # the first of the 32 is the sign: it turns the smallest integer into 0
         larger = found ^ jnp.left_shift(jnp.int32(1), 31 - n)
-        reach = (integers >= larger).sum(-1, keepdims=True)
-        return jnp.where(reach >= k, larger, found)
+        reach = jnp.where(integers >= larger, weights, 0).sum(-1, keepdims=True)
+        return jnp.where(reach >= needed, larger, found)
 
     least = jnp.iinfo(jnp.int32).min
     smallest = jnp.full((len(x), 1), least)

@@ -35,9 +35,7 @@ def make_scorer(cfg, mesh, batch_size):
     """`score(params, pieces, T)`: an iterable of `Piece`s of at most T targets -> an iterator over their `Scored`, in
     order. Every process gives the same pieces and gets all of the results. Batches are batch_size sequences per device
     of dp and stage of pp. They are padded to T; without it to a length of `length_for`."""
-    dp, pp, tp = cfg.run.n_device_axis
-    kernel = ATTENTION[model.for_devices(cfg, mesh).model.attention]
-    multiple = math.lcm(tp, kernel.multiple)  # of which the length must be one
+    dp, pp, _ = cfg.run.n_device_axis
     rows = pp * batch_size * dp
     sharding = NamedSharding(mesh, P(*collectives.BATCH_SPEC[1:]))
     scores = jax.jit(model.make_score(cfg, mesh), out_shardings=NamedSharding(mesh, P()))
@@ -46,8 +44,7 @@ def make_scorer(cfg, mesh, batch_size):
         pieces = iter(pieces)
         while batch := list(itertools.islice(pieces, rows)):
             longest = max(len(piece.ids) for piece in batch) - 1
-            length = T or length_for(longest)
-            arrays = pad(batch, rows, math.ceil(length / multiple) * multiple)
+            arrays = pad(batch, rows, fit_kernel(cfg, mesh, T or length_for(longest)))
             placed = []
             for x in arrays:
                 x = x.reshape(pp, -1, x.shape[1])
@@ -62,6 +59,13 @@ def make_scorer(cfg, mesh, batch_size):
                 yield Scored(piece.unit, *row)
 
     return score
+
+
+def fit_kernel(cfg, mesh, length):
+    """The smallest length from `length` on of sequences that tp and the kernel of attention can divide."""
+    kernel = ATTENTION[model.for_devices(cfg, mesh).model.attention]
+    multiple = math.lcm(cfg.run.n_device_axis[2], kernel.multiple)
+    return math.ceil(length / multiple) * multiple
 
 
 def pad(batch, rows, T):

@@ -52,6 +52,25 @@ def token_losses(x, embedding, targets, vocab_size, chunk):
     return losses.reshape(targets.shape), greedy.reshape(targets.shape)
 
 
+def beside_likeliest(logits, tokens, k):
+    """(log p of tokens [n] by logits [n, V]; that of the k likeliest tokens, and these), [n], [n, k] and [n, k]."""
+    logprobs = jax.nn.log_softmax(logits)
+    own = jnp.take_along_axis(logprobs, tokens[:, None], 1)[:, 0]
+    return own, *lax.top_k(logprobs, k)
+
+
+def token_choices(x, embedding, targets, vocab_size, chunk, k):
+    """Of every token of `token_losses` what `beside_likeliest` tells: [...], [..., k] and [..., k]; anything where the
+    target is negative."""
+
+    def one_chunk(_, scanned):
+        x, targets = scanned
+        return None, beside_likeliest(logits_of(x, embedding, vocab_size).T, targets, k)
+
+    _, found = lax.scan(one_chunk, None, in_chunks(x, targets, chunk))
+    return jax.tree.map(lambda x: x.reshape(*targets.shape, *x.shape[2:]), found)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def cross_entropy(x, embedding, targets, vocab_size, chunk):
     """Sum of the losses of `token_losses`, float32 []. The forward pass computes the gradients too, chunk by chunk, so

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 import shutil
 import socket
 import threading
@@ -56,21 +57,113 @@ def test_concurrent_answers_are_those_of_each_request_alone(served, folder):  # 
     assert len({one["choices"][0]["text"] for _, one in alone}) > 8
 
 
-def test_probabilities_are_those_of_the_model(served, tmp_path):  # noqa: F811
+def expected(tmp_path, tokens):
+    """log p of all tokens after each of the `tokens`, [n, V], by the model that is served."""
     _, cfg, mesh, params = make_run(tmp_path, **SERVED)
-    ids, lengths = decoding.pad([[256, *b"ab"]], 3)
+    ids, lengths = decoding.pad([tokens], len(tokens))
     decode = jax.jit(decoding.make_decode(cfg, mesh))
-    cache = decoding.empty_cache(cfg, 1, 3)
-    logits, _ = decode(params, ids, cache, np.zeros(1, np.int32), lengths - 1)
-    (expected,) = np.asarray(jax.nn.log_softmax(logits))
+    cache = decoding.empty_cache(cfg, 1, len(tokens))
+    zero = np.zeros(1, np.int32)
+    rows = [decode(params, ids, cache, zero, zero + last)[0] for last in range(len(tokens))]
+    return np.asarray(jax.nn.log_softmax(np.concatenate(rows)))
+
+
+def test_probabilities_are_those_of_the_model(served, tmp_path):  # noqa: F811
+    likely = expected(tmp_path, [256, *b"ab"])[-1]
     for prompt in ("ab", [256, 97, 98]):
         _, answer = post(served, asked(0, prompt=prompt, logprobs=5))
         (choice,) = answer["choices"]
         found = choice["logprobs"]
         likeliest = sorted(found["top_logprobs"][0].values())
-        assert np.allclose(likeliest, np.sort(expected)[-5:], atol=1e-4)
+        assert np.allclose(likeliest, np.sort(likely)[-5:], atol=1e-4)
         assert found["token_logprobs"][0] == likeliest[-1]
         assert "".join(found["tokens"]) == choice["text"] and found["text_offset"] == [0, 1, 2]
+
+
+def told(served, **more):  # noqa: F811
+    """(its choice, the log p of its tokens, its usage) of an answer with one choice."""
+    status, answer = post(served, dict(model="run", temperature=0, logprobs=1) | more)
+    assert status == 200, answer
+    (choice,) = answer["choices"]
+    return choice, choice["logprobs"]["token_logprobs"], answer["usage"]
+
+
+def test_an_echo_tells_how_likely_the_prompt_is(served, tmp_path):  # noqa: F811
+    """Nothing is before token ids, and the end-of-text token before the tokens of a text, which are all listed."""
+    text = "a\u00e9\u8a9e b"
+    ids = [*text.encode()]
+    likely = expected(tmp_path, [256, *ids])
+    right = [*likely[range(len(ids)), ids]]
+    for prompt, none in (([256, *ids], [None]), (text, [])):
+        for n in (0, 1, 3):
+            choice, found, usage = told(served, prompt=prompt, max_tokens=n, echo=True)
+            assert found[: len(none)] == none and len(found) == len(none + right) + n
+            assert np.allclose(found[len(none) : len(none + right)], right, atol=1e-4)
+            assert usage["completion_tokens"] == n and usage["prompt_tokens"] == 1 + len(ids)
+            told_of = choice["logprobs"]
+            assert told_of["top_logprobs"][: len(none)] == none
+            pairs = [*zip(found, told_of["top_logprobs"])][len(none) :]
+            for (own, others), row in zip(pairs, likely):
+                assert own in others.values() and np.allclose(
+                    max(others.values()), row.max(), atol=1e-4
+                )
+                assert len(others) == 1 + (own < max(others.values()))
+            if not none:
+                assert choice["text"].startswith(text) and (choice["text"] == text) == (n == 0)
+                assert told_of["text_offset"][: len(ids)] == [0, 1, 1, 2, 2, 2, 3, 4]
+
+
+def test_an_echo_has_every_token_of_the_prompt_and_one_that_was_drawn(folder, tmp_path):  # noqa: F811
+    """Also where that ends the text at once: programs count them from either end."""
+    run = shutil.copytree(folder / "run", tmp_path / "run")
+    config = read_json(str(run), "config.json")
+    write_json(f"{run}/config.json", config | dict(eos_token_id=[*range(257)]))
+    about = dict(model="run", prompt=[*b"\xe8\xaa\x9ea\xe8"], max_tokens=1, echo=True, logprobs=1)
+    asked_for = completions.read_parameters(json.dumps(about).encode())
+
+    async def choices():
+        answer = completions.Engine(2).answer(asked_for, str(run))
+        await answer.next()
+        return [piece async for piece in answer.pieces()]
+
+    (piece,) = asyncio.run(choices())
+    assert piece["text"] == "\u8a9ea\ufffd" and piece["finish_reason"] == "stop"
+    assert all(len(values) == 6 for values in piece["logprobs"].values())
+
+
+def test_few_tokens_are_the_first_of_many(served):  # noqa: F811
+    """Nothing is advanced for one token or none; others may be drawn meanwhile."""
+    _, answer = post(served, asked(16) | dict(n=1))
+    (whole,) = answer["choices"]
+    for n in (0, 1, 2):
+        (few,) = post(served, asked(16) | dict(n=1, max_tokens=n))[1]["choices"]
+        assert whole["text"].startswith(few["text"]) and few["finish_reason"] == "length"
+        for key, values in few["logprobs"].items():
+            assert values == whole["logprobs"][key][:n], key
+
+
+def test_a_nucleus_is_drawn_from_and_changes_no_other_row():
+    rng = np.random.default_rng(0)
+    logits = rng.normal(0, 2, (64, 50)).astype(np.float32)
+    how = completions.settings(64, temperature=1.5, top_p=0.6, seed=1)
+    how["seed"] = np.arange(64, dtype=np.uint32)
+    how["top_p"][::2] = 1
+    how["top_p"][1] = 0
+    drawn = set()
+    alone = dict(how, top_p=np.ones(64, np.float32))
+    scaled = logits / 1.5
+    order = np.argsort(-scaled, -1)
+    p = np.take_along_axis(np.asarray(jax.nn.softmax(scaled)), order, -1)
+    sizes = (np.cumsum(p, -1) < 0.6).sum(-1) + 1
+    for _ in range(40):
+        (tokens, *_), how = completions.draw(logits, how, None)
+        (others, *_), alone = completions.draw(logits, alone, None)
+        assert np.array_equal(tokens[::2], others[::2])
+        places = [int(np.flatnonzero(row == token)[0]) for row, token in zip(order, tokens)]
+        assert all(place < size for place, size in zip(places[3::2], sizes[3::2]))
+        assert places[1] == 0, "the likeliest stays"
+        drawn |= {(row, place) for row, place in enumerate(places) if row % 2}
+    assert len(drawn) > sizes[3::2].sum() * 0.9, "all of the nucleus is drawn"
 
 
 def test_draws_depend_on_the_seed_alone(served):  # noqa: F811
@@ -106,16 +199,17 @@ def test_a_choice_ends_at_every_eos_token_id(folder, tmp_path):  # noqa: F811
 WRONG = """
 model             null 1 "other" "../run" [] {}
 prompt            null 1 [] {} [1,"a"] [[]] [["a"]] [true] [-1] [257] [1.5] [1099511627776] ["a",1]
-max_tokens        0 -1 "3" 1.5 true [] 99 1000000000 1e3 10000000000000000000000000000000
+max_tokens        -1 "3" 1.5 true [] 99 1000000000 1e3 10000000000000000000000000000000
 temperature       -0.1 2.1 "0" [] true NaN Infinity -Infinity 1e999
 n                 0 -1 129 "1" 1.5 true
 seed              "1" 1.5 9223372036854775808 [] true
 logprobs          -1 6 true "1" 1.5
-stop              "" 1 [""] [1] ["a","b","c","d","e"] {}
+stop              "" 1 [""] [1] ["a","a","a","a","a","a","a","a","a","a","a","a","a","a","a","a","a"] {}
 stream            "yes" 1 0 []
-echo              true 1 "no"
+stream_options    {} {"include_usage":true} true []
+echo              1 "no"
 best_of           2 0 "1"
-top_p             0.5 0 2 "1" NaN
+top_p             -0.1 2 "1" true NaN
 suffix            "x" 1
 logit_bias        {"1":2} [] 1
 presence_penalty  1 "0" []
@@ -139,7 +233,12 @@ def test_what_is_malformed_is_refused(served):  # noqa: F811
         error = answer["error"]
         assert 400 <= status < 500 and error["type"] == "invalid_request_error", (body, status)
         assert error["message"][-1] == "." and "\n" not in error["message"], error
-    assert post(served, asked(0) | dict(top_p=1.0, echo=False, stop=None, best_of=1))[0] == 200
+    streamed = asked(0) | dict(stream=True)
+    for options in (dict(include_usage=1), dict(more=True), [], True):
+        status, answer = post(served, streamed | dict(stream_options=options))
+        assert status == 400 and "stream_options cannot be used" in answer["error"]["message"]
+    harmless = dict(top_p=1.0, echo=False, stop=None, best_of=2, n=2, suffix="", logit_bias={})
+    assert post(served, asked(0) | harmless)[0] == 200
 
 
 def test_only_json_of_no_other_site_is_answered(served):  # noqa: F811
@@ -232,5 +331,33 @@ def test_the_client_of_openai_reads_it(served):  # noqa: F811
     assert pieces[-1].choices[0].finish_reason == "length" and len(pieces) > 1
     with pytest.raises(openai.BadRequestError, match="n cannot be used"):
         client.completions.create(**asked(0) | dict(n=0))
-    with pytest.raises(openai.NotFoundError, match="there is no such run"):
+    with pytest.raises(openai.NotFoundError, match="there is no such model; there are run"):
         client.completions.create(**asked(0) | dict(model="other"))
+
+
+def test_the_client_of_openai_finds_models_and_its_way(served):  # noqa: F811
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"{served}/v1", api_key="none", max_retries=0)
+    assert client.models.retrieve("run") == client.models.list().data[0]
+    with pytest.raises(openai.NotFoundError, match="no such model; there are run") as refused:
+        client.models.retrieve("an/other")
+    assert refused.value.code == "model_not_found" and refused.value.param == "model"
+    few = asked(0) | dict(prompt=["ab", "c"], n=2, best_of=2, echo=True, stop=["x"], max_tokens=2)
+    choices = client.completions.create(**few, top_p=0.9).choices
+    assert [choice.text[:2] for choice in choices[:2]] == ["ab", "ab"] and len(choices) == 4
+    pieces = [
+        *client.completions.create(**few, stream=True, stream_options=dict(include_usage=True))
+    ]
+    *pieces, last = pieces
+    assert all(piece.usage is None and piece.choices for piece in pieces) and not last.choices
+    assert last.usage == client.completions.create(**few).usage
+    messages = [dict(role="user", content="Hello")]
+    with pytest.raises(openai.BadRequestError, match="no chat template") as refused:
+        client.chat.completions.create(model="run", messages=messages)
+    (example,) = re.findall(r"\{.*\}", refused.value.body["message"])
+    assert post(served, json.loads(example) | dict(max_tokens=4))[0] == 200
+    with pytest.raises(openai.NotFoundError, match="POST /v1/embeddings is not answered here"):
+        client.embeddings.create(model="run", input="a")
+    astray = openai.OpenAI(base_url=served, api_key="none", max_retries=0)
+    with pytest.raises(openai.NotFoundError, match="a client's base_url ends in /v1"):
+        astray.completions.create(**few)

@@ -18,11 +18,13 @@ import pydantic
 from jax import lax
 from pydantic import Field
 
+import model
 from data.encoding import encode_text
 from data.tokenization import longest_token, text_of, whole_characters
-from inference import decoding
+from inference import decoding, scores
 from inference.scores import length_for
 from inference.weights import ends, positions
+from kernels import loss
 from runtime.messages import UserError, first_line, warn
 from tools import common
 from tools.sample import Row
@@ -34,18 +36,24 @@ Text = Annotated[str, Field(min_length=1)]
 Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
 Several = Annotated[list[str] | list[Ids], Field(min_length=1)]
 # of OpenAI's parameters, what changes nothing
-UNCHANGED = dict(best_of=1, echo=False, logit_bias={}, suffix="", top_p=1)
-UNCHANGED |= dict(frequency_penalty=0, presence_penalty=0)
+UNCHANGED = dict(logit_bias={}, suffix="", frequency_penalty=0, presence_penalty=0)
 
 
 class Refused(Exception):
-    """A request that is not answered: HTTP status, sentence, the parameter that it is about."""
+    """A request that is not answered: HTTP status, sentence, the parameter that it is about, OpenAI's code."""
 
-    def __init__(self, status, message, param=None):
+    def __init__(self, status, message, param=None, code=None):
         super().__init__(message)
         self.status = status
         kind = "invalid_request_error" if status < 500 else "server_error"
-        self.body = {"error": dict(message=message, type=kind, param=param, code=None)}
+        self.body = {"error": dict(message=message, type=kind, param=param, code=code)}
+
+
+class StreamOptions(pydantic.BaseModel, extra="forbid", strict=True):
+    """What is streamed beside the choices."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False  # nothing is added to hide the pieces' sizes
 
 
 class Parameters(pydantic.BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
@@ -53,13 +61,17 @@ class Parameters(pydantic.BaseModel, extra="forbid", strict=True, allow_inf_nan=
 
     model: str
     prompt: str | Ids | Several
-    max_tokens: int = Field(16, ge=1)
+    max_tokens: int = Field(16, ge=0)
     temperature: float = Field(1, ge=0, le=2)
+    top_p: float = Field(1, ge=0, le=1)
     n: int = Field(1, ge=1, le=128)
+    best_of: int = None
     seed: int = Field(0, ge=-(2**63), lt=2**63)
     logprobs: int = Field(None, ge=0, le=LIKELIEST)
-    stop: Text | Annotated[list[Text], Field(max_length=4)] = []
+    echo: bool = False
+    stop: Text | Annotated[list[Text], Field(max_length=16)] = []
     stream: bool = False
+    stream_options: StreamOptions = None
     user: str = ""
 
 
@@ -81,6 +93,12 @@ def read_parameters(body):
         error = e.errors()[0]
         name = str(error["loc"][0])[:80]
         raise Refused(400, f"{name} cannot be used: {error['msg']}.", name) from None
+    if asked.best_of not in (None, asked.n):
+        words = f"best_of must be n, {asked.n}, or be left out: all that is drawn is returned."
+        raise Refused(400, words, "best_of")
+    if asked.stream_options and not asked.stream:
+        words = "stream_options can only be given beside stream."
+        raise Refused(400, words, "stream_options")
     if isinstance(asked.prompt, str) or isinstance(asked.prompt[0], int):
         asked.prompt = [asked.prompt]
     if isinstance(asked.stop, str):
@@ -119,15 +137,22 @@ class Answer:
             running -= piece["finish_reason"] is not None
             yield piece
 
+    def usage(self):
+        n, drawn = self.n_prompt, self.n_drawn
+        return dict(prompt_tokens=n, completion_tokens=drawn, total_tokens=n + drawn)
+
 
 class Continuation:
-    """One choice of an answer: the row of its prompt."""
+    """One choice of an answer: the row of its prompt, of which the request did not have the first `before` tokens."""
 
-    def __init__(self, answer, index, prompt, encoding, ends):
+    def __init__(self, answer, index, prompt, before, encoding, ends):
         self.answer, self.index = answer, index
-        self.row = Row(encoding, prompt, answer.asked, hidden=len(prompt), ends=ends)
-        self.told = []  # of each token: its log p, the likeliest tokens' log p, these tokens
-        self.shown = 0  # tokens whose probabilities were passed on
+        self.first = before if answer.asked.echo else len(prompt)  # token that is shown
+        self.row = Row(encoding, prompt, answer.asked, hidden=self.first, ends=ends)
+        # of each token from the first on: its log p, the likeliest tokens' log p, these tokens; None where nothing is
+        # before it
+        self.told = []
+        self.shown = self.first  # tokens whose probabilities were passed on, and those before
 
     def add(self, tokens, told):
         """Take further tokens, with what `draw` tells of them, and pass on what may be shown."""
@@ -148,47 +173,75 @@ class Continuation:
     def logprobs(self):
         """Those of the tokens whose text was shown since the last call."""
         row = self.row
+        tokens = [*row.prompt, *row.tokens, *row.ending]
+        begin = len(text_of(row.encoding, tokens[: self.first]))
+        end = row.prompt_length + len(row.text)
+        before = text_of(row.encoding, tokens[: self.shown])
+        whole = row.done and not row.cut
         found = dict(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
-        for token, (own, likeliest, ids) in [*zip(row.tokens, self.told)][self.shown :]:
-            before = row.prompt + row.tokens[: self.shown]
-            offset = len(text_of(row.encoding, before)) - row.prompt_length
-            if offset >= len(row.text):
+        for token in tokens[self.shown :]:
+            after = text_of(row.encoding, tokens[: self.shown + 1])
+            offset = place_of_last(before, after)
+            if offset >= end and not whole:
                 break
-            alternatives = {}
-            for other, logprob in zip(ids[: self.answer.asked.logprobs], likeliest):
-                text = text_of(row.encoding, [other])
-                if text in alternatives:  # parts of a character look alike
-                    text += f" (token {other})"
-                alternatives[text] = logprob
+            told = self.told[self.shown - self.first]
             found["tokens"].append(text_of(row.encoding, [token]))
-            found["token_logprobs"].append(own)
-            found["top_logprobs"].append(alternatives)
-            found["text_offset"].append(offset)
+            found["token_logprobs"].append(told and told[0])
+            found["top_logprobs"].append(told and self.alternatives(token, *told))
+            found["text_offset"].append(max(0, offset - begin))
             self.shown += 1
+            before = after
+        return found
+
+    def alternatives(self, token, own, likeliest, ids):
+        """{text: log p} of the likeliest tokens in the place of one, and of that itself."""
+        logprobs = dict(zip(ids[: self.answer.asked.logprobs], likeliest)) | {token: own}
+        found = {}
+        for other, logprob in logprobs.items():
+            text = text_of(self.row.encoding, [other])
+            if text in found:  # parts of a character look alike
+                text += f" (token {other})"
+            found[text] = logprob
         return found
 
 
+def place_of_last(before, after):
+    """The character at which the last token of a text begins, by the texts without and with it. One that is a part of a
+    character begins where that does."""
+    if not after.startswith(before):  # which ends in such a part
+        before = before.rstrip("\ufffd")
+    return max(0, min(len(before), len(after) - 1))
+
+
 def draw(logits, how, _):
-    """As `decoding.draw_next`, each row with a temperature and a seed of its own, so that no row depends on the others:
-    ((token, its log p, the log p of the likeliest tokens, these tokens), how to draw the next)."""
+    """As `decoding.draw_next`, each row with settings of its own, so that no row depends on the others: ((token, its
+    log p, the log p of the likeliest tokens, these tokens), how to draw the next)."""
+    hot = how["temperature"] > 0
+    scaled = logits / jnp.where(hot, how["temperature"], 1.0)[:, None]
+    some = (how["top_p"] < 1).any()  # a nucleus takes time
+    scaled = lax.cond(some, keep_nucleus, lambda x, _: x, scaled, how["top_p"][:, None])
 
-    def draw_row(logits, temperature, seed, count):
+    def draw_row(scaled, hot, seed, count):
         key = jax.random.fold_in(jax.random.key(seed), count)
-        hot = temperature > 0
-        drawn = jax.random.categorical(key, logits / jnp.where(hot, temperature, 1.0))
-        return jnp.where(hot, drawn, jnp.argmax(logits))
+        drawn = jax.random.categorical(key, scaled)
+        return jnp.where(hot, drawn, jnp.argmax(scaled)).astype(jnp.int32)
 
-    token = jax.vmap(draw_row)(logits, **how)
-    logprobs = jax.nn.log_softmax(logits)
-    own = jnp.take_along_axis(logprobs, token[:, None], 1)[:, 0]
-    likeliest, ids = lax.top_k(logprobs, LIKELIEST)
-    return (token.astype(jnp.int32), own, likeliest, ids), how | dict(count=how["count"] + 1)
+    token = jax.vmap(draw_row)(scaled, hot, how["seed"], how["count"])
+    told = loss.beside_likeliest(logits, token, LIKELIEST)
+    return (token, *told), how | dict(count=how["count"] + 1)
 
 
-def settings(rows, temperature=0.0, seed=0):
+def keep_nucleus(logits, top_p):
+    """The logits [B, V] with -inf for what is not in the nucleus of probability top_p [B, 1], where that is below 1."""
+    out = logits < decoding.smallest_of_nucleus(logits, top_p)
+    return jnp.where(out & (top_p < 1), -jnp.inf, logits)
+
+
+def settings(rows, temperature=0.0, top_p=1.0, seed=0):
     """What `draw` needs of that many rows alike."""
     return dict(
         temperature=np.full(rows, temperature, np.float32),
+        top_p=np.full(rows, top_p, np.float32),
         seed=np.full(rows, seed % 2**32, np.uint32),
         count=np.zeros(rows, np.int32),
     )
@@ -204,7 +257,8 @@ def said_of(error):
 @functools.lru_cache(1)
 def programs(cfg, mesh, T):
     """(prefill, advance) of `decoding.make_stream`, join(state, new, row) -> state with the state `new` of one row in
-    the place of number `row`. A newer checkpoint of the same run takes the same ones."""
+    the place of number `row`, and `model.make_score` that tells of a prompt's tokens what `draw` tells of those that it
+    draws. A newer checkpoint of the same run takes the same ones."""
     specs = decoding.cache_specs(cfg)
     dims = 0, 0, {kind: list(spec).index("dp") for kind, spec in specs.items()}, 0
 
@@ -215,7 +269,9 @@ def programs(cfg, mesh, T):
         return jax.tree.map(put, jax.tree.broadcast(dims, state), state, new)
 
     stream = decoding.make_stream(cfg, mesh, None, T, draw=draw)
-    return *stream, jax.jit(join, donate_argnums=0)
+    measure = functools.partial(loss.token_choices, k=LIKELIEST)
+    score = model.make_score(cfg, mesh, measure)
+    return *stream, jax.jit(join, donate_argnums=0), jax.jit(score)
 
 
 class Batch:
@@ -226,11 +282,12 @@ class Batch:
     def __init__(self, folder, step, n_rows):
         self.folder, self.step = folder, step
         options = common.Options(model=folder, n_device_axis=(1, 1, 1), n_devices=1)
-        self.cfg, mesh, self.params, self.encoding = common.open_model(options, text=True)
+        self.cfg, self.mesh, self.params, self.encoding = common.open_model(options, text=True)
         self.before = common.before_prompt(options, self.encoding)
         self.ends = ends(folder)
         self.T = positions(folder, self.cfg.model.T)
-        self.prefill, self.advance, self.join = programs(self.cfg, mesh, self.T)
+        made = programs(self.cfg, self.mesh, self.T)
+        self.prefill, self.advance, self.join, self.score = made
         unused = *decoding.pad([[0]] * n_rows, 1), settings(n_rows)
         shapes = jax.eval_shape(self.prefill, self.params, *unused)
         self.state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
@@ -264,19 +321,22 @@ class Batch:
         prompts = [self.token_ids(prompt, asked.max_tokens) for prompt in asked.prompt]
         answer.n_prompt = sum(map(len, prompts))
         answer.tell(None)
-        rows = [prompt for prompt in prompts for _ in range(asked.n)]
-        for index, prompt in enumerate(rows):
-            self.waiting.append(Continuation(answer, index, prompt, self.encoding, self.ends))
+        for n, (given, prompt) in enumerate(zip(asked.prompt, prompts)):
+            before = len(self.before) if isinstance(given, str) else 0
+            for index in range(n * asked.n, (n + 1) * asked.n):
+                one = Continuation(answer, index, prompt, before, self.encoding, self.ends)
+                self.waiting.append(one)
 
     def draw(self):
-        """Read the prompts that wait into rows that are free, draw the next tokens of all rows, and pass them on."""
+        """Begin continuations that wait where rows are free, draw the next tokens of all rows, and pass them on."""
         for row, used in enumerate(self.rows):
             if self.waiting and not used:
                 one = self.rows[row] = self.waiting.popleft()
-                asked, prompt = one.answer.asked, one.row.prompt
-                ids = decoding.pad([prompt], min(self.T, length_for(len(prompt))))
-                how = settings(1, asked.temperature, asked.seed + one.index)
-                self.state = self.join(self.state, self.prefill(self.params, *ids, how), row)
+                self.start(one, row)
+                if one.row.done:
+                    self.rows[row] = None
+        if not any(self.rows):
+            return
         self.state, drawn = self.advance(self.params, self.state)
         tokens, *told = (np.asarray(x).swapaxes(0, 1).tolist() for x in drawn)
         for row, one in enumerate(self.rows):
@@ -284,6 +344,33 @@ class Batch:
                 one.add(tokens[row], [*zip(*(x[row] for x in told))])
                 if one.row.done or one.answer.left:
                     self.rows[row] = None
+
+    def start(self, one, row):
+        """Read the prompt of a continuation, which is continued in a row if it has more than one token to be drawn."""
+        asked, prompt = one.answer.asked, one.row.prompt
+        if asked.echo and asked.logprobs is not None:
+            one.told += self.tell(prompt)[one.first :]
+        if asked.max_tokens == 0:
+            one.add([], [])
+            return
+        ids = decoding.pad([prompt], min(self.T, length_for(len(prompt))))
+        how = settings(1, asked.temperature, asked.top_p, asked.seed + one.index)
+        state = self.prefill(self.params, *ids, how)
+        if asked.max_tokens == 1:
+            token, *told = (np.asarray(x).tolist() for x in state[0])
+            one.add(token, [*zip(*told)])
+        else:
+            self.state = self.join(self.state, state, row)
+
+    def tell(self, prompt):
+        """Of each token of a prompt what `draw` tells; None of the first."""
+        n = len(prompt) - 1
+        if n == 0:
+            return [None]
+        length = scores.fit_kernel(self.cfg, self.mesh, length_for(n))
+        ids, targets = scores.pad([scores.Piece(np.array(prompt), 0, 0)], 1, length)
+        told = self.score(self.params, ids[None], targets[None])
+        return [None, *zip(*(np.asarray(x)[0, 0, :n].tolist() for x in told))]
 
 
 class Engine:

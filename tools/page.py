@@ -81,6 +81,8 @@ from tools.completions import Engine, Refused, read_parameters
 from training import steps
 
 MOST_BYTES = 2**20  # of a request
+MOST_NAMED = 20  # models in a message
+METHODS = "GET", "POST", "PUT", "PATCH", "DELETE"
 # bytes that are read of one before it is refused as too long: few clients read an answer while they send
 DRAINED = 2**24
 PIECE = 2**26  # bytes that are read of a file at once, and the most of one that is small
@@ -378,21 +380,62 @@ class Answers:
     def flags(self, request):
         return as_json(self.run(request.query_params.get("run")).config)
 
-    def models(self, _):
-        """All runs that have a checkpoint, in OpenAI's format."""
-        found = []
+    def known_models(self):
+        """{name: what OpenAI's format tells of it} of all runs that have a checkpoint."""
+        found = {}
         for run in self.runs.look().values():
             with contextlib.suppress(UserError, OSError):  # nobody can ask a damaged one
                 for step in checkpoint_steps(run.folder)[:1]:
                     about = dict(object="model", created=0, owned_by=f"step {step}")
-                    found.append(dict(id=run.name, **about))
-        return as_json(dict(object="list", data=found))
+                    found[run.name] = dict(id=run.name, **about)
+        return found
+
+    def models(self, _):
+        return as_json(dict(object="list", data=[*self.known_models().values()]))
+
+    def model(self, request):
+        name = request.path_params["name"]
+        about = self.known_models().get(name)
+        if about is None:
+            raise self.no_model(name)
+        return as_json(about)
+
+    def run_of_model(self, name):
+        """The Run that a request calls its model. Raises `Refused`."""
+        run = self.runs.look().get(name)
+        if run is None:
+            raise self.no_model(name)
+        return run
+
+    def no_model(self, name):
+        """The `Refused` for a name that no model has."""
+        known = [*self.known_models()]
+        there = f"there are {', '.join(known[:MOST_NAMED])}"
+        if len(known) > MOST_NAMED:
+            there += f" and {len(known) - MOST_NAMED} more, which /v1/models lists"
+        there = there if known else "no run here has a checkpoint yet"
+        words = f"{name!r:.80}: there is no such model; {there}."
+        return Refused(404, words, "model", "model_not_found")
+
+    def chat(self, _):
+        name = next(iter(self.known_models()), "NAME")
+        example = to_json(dict(model=name, prompt="Once", max_tokens=40))
+        words = (
+            "Models that were only pretrained have no chat template; ask for a continuation: POST"
+        )
+        raise Refused(400, f"{words} /v1/completions with a prompt, such as {example}.", "messages")
+
+    def unknown(self, request):
+        """Another path of OpenAI's, or one of those here without /v1."""
+        here = "POST /v1/completions, GET /v1/models and GET /v1/models/NAME are"
+        words = f"{request.method} {request.url.path:.80} is not answered here; {here}"
+        raise Refused(404, f"{words}, so a client's base_url ends in /v1.")
 
     async def completions(self, http):
         body = await body_of(http)
         check_sender(http)
         asked = read_parameters(body)
-        run = await run_in_threadpool(self.run, asked.model)
+        run = await run_in_threadpool(self.run_of_model, asked.model)
         answer = self.engine.answer(asked, run.folder)
         await answer.next()  # until the prompts are accepted
         about = dict(id=f"cmpl-{secrets.token_hex(12)}", object="text_completion")
@@ -401,9 +444,7 @@ class Answers:
             return StreamingResponse(stream(answer, about), media_type="text/event-stream")
         choices = [piece async for piece in answer.pieces()]
         about["choices"] = sorted(choices, key=lambda choice: choice["index"])
-        usage = dict(prompt_tokens=answer.n_prompt, completion_tokens=answer.n_drawn)
-        usage["total_tokens"] = answer.n_prompt + answer.n_drawn
-        return as_json(about | dict(usage=usage))
+        return as_json(about | dict(usage=answer.usage()))
 
 
 def check_sender(http):
@@ -432,10 +473,16 @@ async def body_of(http):
 
 
 async def stream(answer, about):
-    """The pieces of an answer as server-sent events."""
+    """The pieces of an answer as server-sent events, and its usage behind them where that is asked for."""
+    options = answer.asked.stream_options
+    counts = options is not None and options.include_usage
+    if counts:
+        about = about | dict(usage=None)
     try:
         async for piece in answer.pieces():
             yield f"data: {to_json(about | dict(choices=[piece]))}\n\n"
+        if counts:
+            yield f"data: {to_json(about | dict(choices=[], usage=answer.usage()))}\n\n"
         yield "data: [DONE]\n\n"
     except Refused as e:
         yield f"data: {to_json(e.body)}\n\n"
@@ -456,8 +503,12 @@ def make_app(runs, engine):
         Route("/api/samples", answers.samples),
         Route("/api/flags", answers.flags),
         Route("/v1/models", answers.models),
+        Route("/v1/models/{name:path}", answers.model),
         Route("/v1/completions", answers.completions, methods=["POST"]),
+        Route("/v1/chat/completions", answers.chat, methods=["POST"]),
     ]
+    others = "/v1", "/v1/{path:path}", "/completions", "/chat/completions", "/models"
+    routes += [Route(path, answers.unknown, methods=METHODS) for path in others]
     # another site's page that a browser shows may not ask under a name of its own
     here_alone = Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
     kinds = Refused, UserError, HTTPException, ValueError, ClientDisconnect

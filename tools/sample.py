@@ -46,9 +46,15 @@ class Row:
         self.tokens = []  # that were drawn
         self.text = ""  # of them, as far as no later token changes it
         self.done = False
-        self.stopped = False  # by a token that ends text or a stop string, not by max_tokens
+        self.ending = []  # the token that ended it, if one did
+        self.cut = False  # whether a stop string did
         self.prompt_length = len(text_of(encoding, prompt))  # characters
         self.unseen = head + text_of(encoding, prompt[hidden:])  # text that was not printed yet
+
+    @property
+    def stopped(self):
+        """Whether it has ended by itself, and not at max_tokens."""
+        return bool(self.ending) or self.cut
 
     def add(self, tokens):
         """Take further tokens. `text` and `unseen` grow by what no later token changes."""
@@ -56,11 +62,12 @@ class Row:
             return
         stop = self.options.stop
         tokens = tokens[: self.options.max_tokens - len(self.tokens)]
-        self.tokens += itertools.takewhile(lambda token: token not in self.ends, tokens)
-        self.stopped = not self.ends.isdisjoint(tokens)
+        kept = [*itertools.takewhile(lambda token: token not in self.ends, tokens)]
+        self.tokens += kept
+        self.ending = tokens[len(kept) : len(kept) + 1]
         text = text_of(self.encoding, self.prompt + self.tokens)[self.prompt_length :]
         for string in stop:
-            self.stopped = self.stopped or string in text
+            self.cut = self.cut or string in text
             text = text.split(string)[0]
         self.done = self.stopped or len(self.tokens) == self.options.max_tokens
         if not self.done:  # the end may be part of a character, or of a stop string
