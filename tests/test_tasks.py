@@ -146,6 +146,41 @@ def test_scores_are_those_of_the_backend_for_hugging_face_models(
         assert np.allclose(ours, theirs, rtol=1e-5, atol=1e-4)
 
 
+def test_the_page_gives_the_backend_for_openais_format_the_same_scores(
+    models, tasks_folder, tmp_path, monkeypatch
+):
+    """From a server, whose limit of T tokens has to hold a drawn token and, of a rolling window, the one before it."""
+    for name in ("tenacity", "aiohttp", "starlette", "uvicorn", "plotly"):
+        pytest.importorskip(name, reason="lm_eval[api] and bash setup_tpu.sh page")
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+    from test_page import serving
+
+    run, exported = models
+    own = "own" in str(run)
+    run = shutil.copytree(run, tmp_path / "run")
+    config = json.loads((run / "config.json").read_text()) | dict(model_dtype="float32")
+    (run / "config.json").write_text(json.dumps(config))
+    about = dict(tokenizer=str(exported), tokenizer_backend="huggingface", trust_remote_code=True)
+    about |= dict(max_length=T, batch_size=3, add_bos_token=own)
+    manager = TaskManager(include_path=str(tasks_folder), include_defaults=False)
+    with serving(tmp_path) as address:
+        lm = LocalCompletionsAPI(model="run", base_url=f"{address}/v1/completions", **about)
+        names = manager.all_tasks
+        theirs = lm_eval.simple_evaluate(lm, tasks=names, task_manager=manager, bootstrap_iters=0)
+    with_answers = functools.partial(lm_eval.evaluate, log_samples=True)
+    monkeypatch.setattr(tasks, "evaluate", lambda *a, log_samples, **k: with_answers(*a, **k))
+    ours = asked(run, tasks_folder, T=T - 2)["tasks"]
+    written = asked(run, tasks_folder, T=T - 1, tasks=("local_written",))["tasks"]
+    for name in names:
+        found = written if name == "local_written" else ours
+        (numbers, texts), (numbers_there, texts_there) = answers(found, name), answers(theirs, name)
+        assert texts == texts_there, name
+        assert np.allclose(numbers, numbers_there, rtol=1e-5, atol=1e-4), name
+        for key, value in theirs["results"][name].items():
+            if key.endswith(",none") and "stderr" not in key:
+                assert abs(found["results"][name][key] - value) <= 1e-5 * max(1, value), (name, key)
+
+
 @pytest.mark.parametrize("models", ["gpt2"], indirect=True)
 def test_an_answer_ends_at_every_eos_token_id(models, tasks_folder, tmp_path, monkeypatch):
     """Where every token ends it, nothing is left."""
