@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding
 from collectives import BATCH_SPEC
 from data import manifest
 from data.storage import Cache, Shard, list_shards
-from data.tokenization import content_sha256, load_tokenizer, shards_tokenizer
+from data.tokenization import content_sha256, load_tokenizer, shards_tokenizer, text_of
 from runtime.files import is_remote, names_in
 from runtime.messages import UserError
 
@@ -34,6 +34,7 @@ READERS = ThreadPoolExecutor(32, "read")  # remote storage is slow to answer, no
 LOCAL_READERS = (
     16  # of these for local shards: more of them wait for one another longer than for a disk
 )
+OPENING = 64  # tokens that hold the first words of a text
 EXAMPLE = "an example is --mix 'web:0.7,code:0.3 until 0.8, web:1,code:2'"
 NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 PART_OF_MIX = re.compile(rf"\s*(.+):({NUMBER})(?:\s+until\s+({NUMBER}))?\s*")
@@ -94,7 +95,8 @@ class Corpus:
         self.n_sequences = int(self.counts.sum())
         if not self.n_sequences:
             raise UserError(
-                f"--T {self.T}: the shards in {self.folder} have no {self.T + 1} tokens; give less, or more text."
+                f"the shards in {self.folder} have no {self.T + 1} tokens, as a sequence has; use more text, or a "
+                f"smaller --T."
             )
         if not is_remote(root) and sum(lengths) <= CHECK_AT_START:
             list(READERS.map(lambda shard: shard.check(self.vocab_size), self.shards))
@@ -324,6 +326,23 @@ def encoding_of(shards, flag):
     root, _, made = shards[0] if shards else ("", "", {})
     name = shards_tokenizer(root, made, flag)
     return load_tokenizer(name) if name else None
+
+
+def opening_of(cfg, shards, encoding):
+    """The first words of the validation text of shards as `manifests` lists them, for samples to continue; "" where
+    there are none. Raises UserError where it cannot be read."""
+    held_out = [(there, made) for _, there, made in shards if os.path.basename(there) == "val"]
+    if not held_out or encoding is None:
+        return ""
+    folder, made = held_out[0]
+    name, info = next(iter(list_shards(folder).items()))
+    about = next((entry for entry in made.get("shards", []) if entry["name"] == name), {})
+    cache = Cache(f"{cfg.data.cache_dir}/blocks", cfg.data.cache_gb * 1e9)
+    shard = Shard(os.path.join(folder, name), info, about, cache)
+    ids = shard.read(0, min(OPENING, shard.length), encoding.n_vocab).tolist()
+    text = itertools.takewhile(lambda token: token != encoding.eot_token, ids[1:])
+    words = re.match(r"\s*(\S+(?: \S+){0,3})\s", text_of(encoding, text) + " ")
+    return words[1][:24].rstrip("\ufffd ") if words else ""
 
 
 def shares_of(mix, names):

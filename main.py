@@ -11,16 +11,21 @@ if __name__ in ("__main__", "__mp_main__"):
 import contextlib
 import functools
 import math
+import os
 import re
+import shlex
+import shutil
 import sys
+import textwrap
 import time
 from importlib import import_module
 
 import utils
 from runtime import files, platforms
 from runtime.files import check_run_path, is_remote, write_file
-from runtime.messages import Unavailable, UserError, one_sentence, say, say_error
+from runtime.messages import Unavailable, UserError, duration, one_sentence, say, say_error
 from runtime.outbox import attempt
+from runtime.pulse import Pulse
 from training import command_line
 
 if __name__ == "__main__":  # flags for XLA must be in the environment before jax is imported
@@ -32,27 +37,44 @@ if __name__ == "__main__":  # flags for XLA must be in the environment before ja
         interrupts.run(lambda: plan.main(flags))
     n_processes = one_sentence(lambda: command_line.check_processes(flags))
     platforms.set_xla_flags(flags.cfg.run.n_devices, n_processes)
+    pulse = Pulse("starting")
 
 import jax
-from tqdm import tqdm
 
 from data.tokenization import keep_tokenizer
-from dataset import Mixture, Prefetch, data_fingerprint, encoding_of, manifests, put_batch
-from inference import weights
+from dataset import (
+    Mixture,
+    Prefetch,
+    data_fingerprint,
+    encoding_of,
+    manifests,
+    opening_of,
+    put_batch,
+)
+from inference import hugging_face, weights
 from inference.sampling import make_sampler
+from presets import preset
 from runtime import chips, processes
 from training import profiling, settings, steps
 from training.bad_steps import BadSteps
 from training.meter import Goodput, Meter
 from training.optimizer import hyperparameters, make_optimizer
+from training.overfitting import Overfitting
 from training.run_checkpoints import RunCheckpoints
-from training.runlog import NoLog, Progress, RunLog, duration
+from training.runlog import NoLog, Progress, RunLog
 
 
-def main(flags, began=None):
-    """Train as `settings.Flags` say, resuming where the run left off. began: when the process did, by
-    time.time(); None: now. Returns 0 or 128 + the signal."""
+def main(flags, began=None, pulse=None):
+    """Train as `settings.Flags` say, resuming where the run left off. began: when the process did, by time.time();
+    None: now. pulse: the `Pulse` that it began with; None: a new one. Returns 0 or 128 + the signal."""
     goodput = Goodput(began or time.time())
+    with pulse or Pulse("starting") as pulse:
+        pulse.doing = goodput.now
+        return settle(flags, goodput, pulse)
+
+
+def settle(flags, goodput, pulse):
+    """`main`: look at all that the flags name, settle them, and train."""
     asked = flags.cfg  # not settled: only what no run, no data and no device changes is read of it
     settings.check_names(asked)  # before anything is written there
     processes.on_all(lambda: check_run_path(asked.run.folder, "--output_dir"))
@@ -69,6 +91,7 @@ def main(flags, began=None):
             where = f"--init_from {asked.run.init_from}"
             weights.check_tokenizer(where, asked.run.init_from, shards, asked.data.tokenizer)
         encoding = encoding_of(shards, asked.data.tokenizer)
+        flags = suit_prompt(flags, shards, encoding)
         kind = jax.devices()[0].device_kind
         n, share = jax.device_count(), memory_share(kind)
         cfg = settings.settle(flags, n, of_weights, stored, shards, encoding, kind, share)
@@ -78,12 +101,21 @@ def main(flags, began=None):
             if cfg.model.T > most:
                 them = f"the weights in --init_from {cfg.run.init_from}"
                 say(f"warning: --T {cfg.model.T}: {them} were made for {most} tokens")
-        return train(cfg, stored, encoding, load_weights, goodput, lock)
+        return train(cfg, stored, encoding, load_weights, goodput, pulse, lock)
 
 
-def train(cfg, stored, encoding, load_weights, goodput, lock):
+def suit_prompt(flags, shards, encoding):
+    """`flags` with the first words of the validation text as --prompt, where neither flags nor the preset, for its own
+    data, have one."""
+    cfg = flags.cfg
+    if "prompt" in flags.given or cfg.data.data == preset(cfg.run.preset).data.data:
+        return flags
+    return flags.follow(prompt=opening_of(cfg, shards, encoding) or cfg.sample.prompt)
+
+
+def train(cfg, stored, encoding, load_weights, goodput, pulse, lock):
     """`main`, settled, in a run directory that is this run's alone. stored: its config.json so far. load_weights: of
-    `open_weights`, for --init_from. goodput: a `Goodput`. lock: the directory's `Lock` on process 0, else None."""
+    `open_weights`, for --init_from. lock: the directory's `Lock` on process 0, else None."""
     began = time.time()
 
     # --- Data
@@ -112,7 +144,7 @@ def train(cfg, stored, encoding, load_weights, goodput, lock):
 
     # --- Steps: the batches come first, so that what is wrong with them is said before minutes of compiling
     with goodput.during("waiting"):
-        training = Training(cfg, mesh, corpus, checkpoints, state, meta, goodput)
+        training = Training(cfg, mesh, corpus, checkpoints, state, meta, goodput, pulse)
     training.evaluate = steps.make_evaluate(cfg, mesh, val_corpus)
     whose = cfg.run.folder if stored else cfg.run.init_from
     ends = weights.ends(whose) if whose else []
@@ -122,7 +154,7 @@ def train(cfg, stored, encoding, load_weights, goodput, lock):
     training.sample = make_sampler(cfg, mesh, encoding, ends)
 
     # --- Log
-    training.log = open_log(cfg, step, goodput, checkpoints)
+    training.log, training.overfitting = open_log(cfg, step, goodput, checkpoints)
     processes.on_main_process(lambda: write_config(training.log, data, corpus, ends))
     training.progress = Progress(cfg, val_corpus.bytes_per_token, write_plan(cfg, training.log))
 
@@ -140,12 +172,13 @@ class Training:
     """The loop of a run. The host runs one step ahead of the devices. `train` adds the step's programs and the logs.
     state: TrainState after `step` steps on `sequences` sequences, which `checkpoints` restored with its meta."""
 
-    def __init__(self, cfg, mesh, corpus, checkpoints, state, meta, goodput):
+    def __init__(self, cfg, mesh, corpus, checkpoints, state, meta, goodput, pulse):
         self.cfg = cfg
         self.mesh = mesh
         self.corpus = corpus
         self.checkpoints = checkpoints
         self.goodput = goodput
+        self.pulse = pulse
         self.numbers = hyperparameters(cfg, mesh)
         self.state = state
         self.step = meta["step"]
@@ -155,15 +188,24 @@ class Training:
         self.per_step = math.prod(steps.batch_shape(cfg)[:-1])  # sequences
         tokens = self.per_step * corpus.T
         self.meter = Meter(tokens, corpus, self.bad_steps, self.profile, goodput)
+        self.newest = None  # the row that was logged last
+        self.texts = []  # the samples that were drawn last
         self.batches = self.read_batches()
+
+    def now(self):
+        """What the run does now, in words."""
+        if self.goodput.part != "steps" or not self.newest:
+            return self.goodput.now()
+        loss, speed = self.newest["loss/train_loss"], self.newest["tokens_per_second"]
+        done = f"step {self.newest['step']}/{self.cfg.run.training_steps}"
+        return f"{done}  train {loss:.4f}  {speed:,.0f} tokens/s"
 
     def run(self):
         """Train to the end, or until a signal. Returns that, or 0. Raises UserError on all processes."""
         self.row = None  # metrics of the newest step, fetched and not logged yet
         self.watchdog = processes.Watchdog(self.cfg)
         last = self.cfg.run.training_steps
-        shows_bar = sys.stderr.isatty() and jax.process_index() == 0
-        bar = tqdm(total=last, initial=self.step, unit="step", disable=not shows_bar)
+        self.pulse.count(self.now, last, self.step)
         self.meter.pace.resume(self.batches.waited)
         files.WAITING.pause = 60  # seconds: the run itself does not wait for what that tells of
         with processes.Interrupt(lambda: self.checkpoints.not_saved(self.step)) as self.interrupt:
@@ -173,7 +215,7 @@ class Training:
                     if self.bad_steps.due:
                         self.roll_back()
                     self.train()
-                    bar.update(self.step - bar.n)
+                    self.pulse.bar.update(self.step - self.pulse.bar.n)
                     signalled = self.look()
                 self.finish_saving()
                 return signalled
@@ -185,7 +227,7 @@ class Training:
                 self.goodput.turn("saving")
                 self.watchdog.over.set()
                 self.profile.close()
-                bar.close()
+                self.pulse.doing = self.goodput.now
                 self.checkpoints.close()
                 if self.checkpoints.saved != self.step:
                     lost = self.checkpoints.not_saved(self.step)
@@ -239,9 +281,9 @@ class Training:
         if samples:  # also before a stop: the run that resumes draws none of this step
             self.watchdog.begin("sampling", step)
             self.goodput.turn("evaluating")
-            texts = self.sample(self.state.params)
-            if texts:
-                self.log.text(step, texts)
+            self.texts = self.sample(self.state.params)
+            if self.texts:
+                self.log.text(step, self.texts)
         if signalled >= self.interrupt.FAILED:
             raise processes.failure(signalled - self.interrupt.FAILED, error)
         self.meter.pace.resume(self.batches.waited)
@@ -250,6 +292,9 @@ class Training:
     def log_row(self, row):
         self.log.metrics(row | self.goodput.row())
         self.row = None
+        self.newest = row
+        if self.overfitting.begins(row):
+            say(f"warning: {self.overfitting.now.words}{best_in_words(self.checkpoints)}")
 
     def save(self, val_loss=None, waits=True):
         """Begin to write a checkpoint. waits: also where the one before is not written yet for minutes, since the run
@@ -299,6 +344,7 @@ class Training:
         self.interrupt.asked = 0  # the batch that failed may be left out now
         self.goodput.keep(self.log.rows_so_far(), self.step)
         self.log.rewind(self.step)
+        self.overfitting.rewind(self.step)
         self.meter.pace.resume(self.batches.waited)
 
     def read_batches(self):
@@ -382,13 +428,13 @@ def compile_train_step(cfg, mesh, optimizer):
 
 
 def open_log(cfg, step, goodput, checkpoints):
-    """The log of the steps after `step`, whose rows so far tell the `Goodput` what the run has spent, and which the
-    `Checkpoints` follow."""
+    """(the log of the steps after `step`, its `Overfitting`). Its rows so far tell the `Goodput` what the run has
+    spent, and the `Checkpoints` follow it."""
     log = RunLog(cfg) if jax.process_index() == 0 else NoLog()
     found, end = processes.on_all(lambda: log.begin(step))
     goodput.keep(found, step, end)
     checkpoints.wait_for_log = log.wait_for_rows
-    return log
+    return log, Overfitting([row for row in found if row["step"] <= step])
 
 
 def write_config(log, data, corpus, ends):
@@ -474,7 +520,50 @@ def tell_end(training, signalled, began):
         say(f"stopped {words}; rerun the same command to resume")
         return 128 + signalled
     say(f"done {words}")
+    if jax.process_index() == 0:
+        tell_next(training)
     return 0
+
+
+def best_in_words(checkpoints):
+    """Which checkpoint has the smallest held-out loss, as what follows another sentence; "" where none has one."""
+    losses = {step: loss for step, loss in checkpoints.losses.items() if loss is not None}
+    if not losses:
+        return ""
+    best = min(losses, key=losses.get)
+    return f"; checkpoint {best} is the best so far, with {losses[best]:.4f}, and is kept"
+
+
+SHOWN = 3  # of the samples, at the end
+
+
+def tell_next(training):
+    """Print what the finished run made, samples, and the commands that come next."""
+    cfg, overfit = training.cfg, training.overfitting.now
+    if overfit:
+        say(
+            f"{overfit.words}; more text would help, or fewer steps. The commands below take the best checkpoint."
+        )
+    for text in list(dict.fromkeys(training.texts))[:SHOWN]:
+        print("\n" + textwrap.indent(text.strip(), "  | ", lambda line: True))
+    python = python_in_words()
+    prompt = shlex.quote(cfg.sample.prompt)
+    folder = shlex.quote(cfg.run.folder)
+    commands = [f"{python} tools/sample.py {folder} --prompt {prompt}"]
+    runs = shlex.quote(cfg.run.output_dir)
+    commands.append(f"bash setup_tpu.sh page && {python} tools/page.py {runs}")
+    with contextlib.suppress(UserError):  # an architecture without such a format
+        hugging_face.format_to_export(cfg.model.architecture)
+        exported = shlex.quote(f"exported/{cfg.run.name}")
+        commands.append(f"{python} tools/hf.py export {folder} {exported}")
+    print("\nnext:", *commands, sep="\n  ", flush=True)
+
+
+def python_in_words():
+    """The word that starts the Python of this process in a shell in this folder."""
+    if shutil.which("python") == sys.executable:
+        return "python"
+    return shlex.quote(os.path.relpath(sys.executable))
 
 
 def run(flags):
@@ -482,7 +571,7 @@ def run(flags):
     interrupts.watch(lambda number: interrupts.end(128 + number, interrupts.words))
     try:
         processes.join_processes(flags.cfg, lambda: command_line.alike(flags.cfg))
-        status = main(flags, interrupts.BEGAN)
+        status = main(flags, interrupts.BEGAN, pulse)
     except BaseException as e:
         if not jax.distributed.is_initialized():
             raise

@@ -17,13 +17,12 @@ local: trains on this machine. Sets up .venv, makes the corpus if it is missing 
 tokenizer trained on it) and starts main.py with these flags where they are not given:
 
   --preset tiny
-  --data data/shards/stdlib               or stdlib-X, tokenized with X, beside --tokenizer X
-  --n_devices 8 --n_device_axis 2 2 2     without an accelerator: simulated devices; as many as a given
-                                          --n_device_axis needs
+  --data data/shards/stdlib      or stdlib-X, tokenized with X, beside --tokenizer X or --vocab_size X
 
 --data may also name text, a file or a folder of it (.txt, .md, .jsonl, .parquet and others), as in: bash run.sh
 local --data input.txt. It is tokenized into data/shards/NAME, here data/shards/input, with a tokenizer that is trained
-on it where --tokenizer is not given, and the run has that NAME.
+on it where --tokenizer is not given, and the run has that NAME. Without an accelerator, --n_device_axis 2 2 2 simulates
+that many devices.
 
 --max_restarts: main.py is started again, up to N times, after a crash, a lost peer or a preemption, not after an error
 in the flags.
@@ -108,95 +107,14 @@ on_a_host() {
   esac
 }
 
-# read_given FLAG...: which flags were given, as main.py reads them: --flag value or --flag=value, hyphens for
-# underscores. Sets `given`, `tokenizer` and `data` (their values) and `n_devices` (the product of --n_device_axis).
-read_given() {
-  local i flag value
-  given=' ' tokenizer='' data='' n_devices=''
-  for ((i = 1; i <= $#; i++)); do
-    [[ ${!i} =~ ^(--?[A-Za-z][A-Za-z0-9_-]*)(=(.*))?$ ]] || continue
-    flag=${BASH_REMATCH[1]//-/_}
-    given+="$flag "
-    if [[ ${!i} == *=* ]]; then value=${BASH_REMATCH[3]}; else value=${*:i+1:1}; fi
-    case $flag in
-      __tokenizer) tokenizer=$value ;;
-      __data | __bucket_name) data=$value ;;
-      __n_device_axis)
-        if [[ ${*:i+1:3} =~ ^([1-9][0-9]*)\ ([1-9][0-9]*)\ ([1-9][0-9]*)$ ]]; then
-          n_devices=$((BASH_REMATCH[1] * BASH_REMATCH[2] * BASH_REMATCH[3]))
-        fi
-        ;;
-    esac
-  done
-}
-gave() { [[ $given == *" $1 "* ]]; }
-
-# is_text PATH: whether it is a local file, or a folder without shards.
-is_text() {
-  local shards
-  [[ ! -f $1 ]] || return 0
-  shopt -s nullglob
-  shards=("$1"/train/*.npy "$1"/*/train/*.npy)
-  shopt -u nullglob
-  [[ -d $1 ]] && ((${#shards[@]} == 0))
-}
-
-# make_corpus SOURCE BUCKET RANKS: tokenize SOURCE into BUCKET, unless its shards are there, with --tokenizer or one
-# that is trained on it and stored as RANKS.
-make_corpus() {
-  local vocabulary=8192
-  if [[ -z $tokenizer ]]; then
-    tokenizer=$3
-    # little text has fewer words
-    [[ $1 == stdlib ]] || (($(du -skL -- "$1" | cut -f 1) > 1000)) || vocabulary=1024
-    [[ -f $tokenizer ]] ||
-      "$python" data/train_tokenizer.py --source "$1" --vocab_size "$vocabulary" --output "$tokenizer"
-  fi
-  # a manifest is written last: where there is one, the shards are whole; a text may have changed
-  [[ $1 == stdlib && -f $2/train/manifest.json && -f $2/val/manifest.json ]] ||
-    "$python" data/tokenize_shards.py --source "$1" --output "$2" --tokenizer "$tokenizer"
-}
-
-# simulate_devices: on a machine without an accelerator, add flags for simulated devices to `train`.
-simulate_devices() {
-  ! gave __n_devices && [[ $(bash setup_tpu.sh --accelerator) == cpu ]] || return 0
-  if gave __n_device_axis; then
-    [[ -z $n_devices ]] || train+=(--n_devices "$n_devices")
-  elif [[ ${XLA_FLAGS:-} != *xla_force_host_platform_device_count* ]]; then
-    train+=(--n_devices 8 --n_device_axis 2 2 2) # all three axes, so that a laptop runs what a pod runs
-  fi
-}
-
-# on_this_machine FLAG...: set up, make the corpus, train.
+# on_this_machine FLAG...: set up, then make the corpus and train, as tools/local.py does.
 on_this_machine() {
-  local source='' name ranks bucket
-  read_given "$@"
   export VENV=${VENV:-.venv}
   bash setup_tpu.sh
-  python=$VENV/bin/python
-  train=(main.py)
-  gave __preset || train+=(--preset tiny)
-  if ! gave __data && ! gave __bucket_name; then
-    source=stdlib name=stdlib ranks=data/shards/bpe8192.tiktoken
-  elif is_text "$data"; then
-    source=$data name=${data%/}
-    name=${name##*/} name=${name%%.*}
-    ranks=data/shards/$name.tiktoken
-    gave __name || train+=(--name "$name")
-  fi
-  if [[ -n $source ]]; then
-    bucket=data/shards/$name
-    if [[ -n $tokenizer ]]; then
-      name=${tokenizer##*/}
-      bucket+=-${name%.tiktoken}
-    fi
-    gave __help || gave _h || make_corpus "$source" "$bucket" "$ranks"
-    if [[ $source == stdlib ]]; then train+=(--data "$bucket"); else set -- "$@" --data "$bucket"; fi
-  fi
-  simulate_devices
-  # exec: signals reach main.py itself, which then writes a checkpoint
-  ((${MAX_RESTARTS:-0} == 0)) || exec bash tools/cluster/supervise.sh "$MAX_RESTARTS" "" "$python" "${train[@]}" "$@"
-  exec "$python" "${train[@]}" "$@"
+  set -- "$VENV/bin/python" tools/local.py "$@"
+  # exec: signals reach Python itself
+  ((${MAX_RESTARTS:-0} == 0)) || exec bash tools/cluster/supervise.sh "$MAX_RESTARTS" "" "$@"
+  exec "$@"
 }
 
 CDPATH='' cd -- "$(dirname -- "$0")"

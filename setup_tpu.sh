@@ -39,15 +39,36 @@ version() {
 }
 BUILDS="venv, ensurepip" # Debian's python3 has ensurepip only with the package python3-venv
 
-# quietly SENTENCE COMMAND...: run the command with its output in a file; if it fails show the end of that and die.
+# quietly SENTENCE COMMAND...: run the command with its output in a file, and show every few seconds how far it is; if it
+# fails show the end of that file and die.
 quietly() {
-  local sentence=$1
+  local sentence=$1 status=0
   shift
-  "$@" >"$log" 2>&1 || {
+  tell_progress & # in the background, so that Ctrl-C ends the command itself
+  progress=$!
+  "$@" >"$log" 2>&1 || status=$?
+  kill "$progress" 2>/dev/null || true
+  wait "$progress" 2>/dev/null || true
+  ((status == 0)) || {
     tail -n 8 "$log" >&2
     die "$sentence"
   }
 }
+
+# What pip does: which package it looks at or fetches, then how many are installed.
+tell_progress() {
+  local before last packages
+  before=$(n_installed)
+  while sleep 5; do
+    packages=$(sed -n 's/^Installing collected packages: //p' "$log" | wc -w)
+    last="installed $(($(n_installed) - before)) of $packages packages"
+    if ((packages == 0)); then
+      last=$(grep -oE '^ *(Collecting|Downloading|Building) [[:alnum:]_.]+' "$log" | tail -n 1) || true
+    fi
+    say "$((SECONDS - started)) s: ${last:-at work}"
+  done
+}
+n_installed() { find "$venv" -maxdepth 4 -name '*.dist-info' 2>/dev/null | wc -l; }
 
 # The first Python that can build the environment: one that the newest jax supports, else the machine's own.
 find_python() {
@@ -141,7 +162,8 @@ if [[ -n $has && ${wish:-$has} == "$has" && $old == "python $has, pyproject.toml
 fi
 
 tmp=$(mktemp -d)
-trap 'rm -rf "$tmp"' EXIT
+progress=
+trap '[[ -z $progress ]] || kill "$progress" 2>/dev/null || true; rm -rf "$tmp"' EXIT
 log=$tmp/log
 started=$SECONDS
 
@@ -180,7 +202,7 @@ say "installing for $machine${*:+, extras $*}; a minute or two"
 rm -f "$stamp" # from here until the end an interruption leaves no stamp
 # -I: what PYTHONPATH or the user's own site-packages hold does not count as installed
 quietly "pip could not install the requirements (see above); run this again once that is fixed." \
-  "$python" -I -m pip install -qq --disable-pip-version-check -r "$tmp/requirements.txt"
+  "$python" -I -m pip install --progress-bar off --disable-pip-version-check -r "$tmp/requirements.txt"
 printf '%s\n' "python $has, pyproject.toml $sum" "$*" >"$stamp.part"
 mv "$stamp.part" "$stamp"
 say "done in $((SECONDS - started)) s"

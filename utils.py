@@ -245,7 +245,8 @@ class Run:
     eval_tasks_limit: int = setting(0)
     """Questions of each task, always the same; 0: all."""
     save_steps: int = setting(0)
-    """Steps between checkpoints and samples; 0: 10 x eval_every. One more is saved at the end, or when stopped."""
+    """Steps between checkpoints and samples; 0: 10 x eval_every, in a short run fewer: about a tenth of it. One more is
+    saved at the end, or when stopped."""
     keep_checkpoints: int = setting(3, least=1)
     """Newest checkpoints to keep, beside those of keep_every and the one with the smallest validation loss."""
     keep_every: int = setting(0)

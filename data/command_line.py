@@ -37,6 +37,6 @@ def run(main, what_is_left):
 def no_text(args, has):
     """The UserError for a source without text."""
     return UserError(
-        f"--source {args.source}: there is no text in it ({has}; hidden files and symlinked folders do not count); "
-        f"give another, or check that --text_column {args.text_column} is the column with the text."
+        f"--source {args.source}: there is no text in it ({has}; hidden files, symlinked folders and empty columns do "
+        f"not count); give another."
     )

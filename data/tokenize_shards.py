@@ -19,7 +19,6 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 from data.command_line import VAL_FRACTION, Source, no_text, run
 from data.encoding import encode_document
@@ -29,11 +28,12 @@ from data.sources.base import many, warn
 from data.sources.kinds import open_source
 from data.splits import ENDS
 from data.tokenization import TOKENIZER_FILES, content_sha256, load_tokenizer
-from data.workers import cut, encoded, processes, ray_actors
+from data.workers import BATCH_BYTES, cut, encoded, processes, ray_actors
 from runtime.files import is_remote
 from runtime.locks import alone_in
 from runtime.messages import UserError, masked, say
 from runtime.parser import flag
+from runtime.pulse import Pulse
 from utils import read_flags
 
 EARLY = 100_000  # characters of a sample that show, before the end, that a tokenizer loses text
@@ -83,7 +83,8 @@ def tokenize(args):
     start = time.monotonic()
     source = open_source(args)
     encoding = load_tokenizer(args.tokenizer)
-    output = Output(args.output, source, settings_of(args, source, encoding))
+    settings = settings_of_text(args, source) | settings_of_tokens(args, encoding)
+    output = Output(args.output, source, settings)
     with alone_in(args.output, f"--output {args.output}", "--output"):
         if not output.is_finished():
             summary = write(args, source, output, encoding)
@@ -94,19 +95,22 @@ def tokenize(args):
     say(f"{args.output}: {same} are there already, nothing to do; delete it if a text has changed")
 
 
-def settings_of(args, source, encoding):
-    """{setting: value} of the manifest, in which shards must agree to be the same."""
-    kind = os.path.splitext(args.tokenizer)[1]
+def settings_of_text(args, source=None):
+    """{setting: value} of the manifest that tell which text it is, in which shards must agree to be the same."""
+    source = source or open_source(args)
     where = os.path.abspath(args.source) if os.path.exists(args.source) else masked(args.source)
+    settings = dict(val_fraction=args.val_fraction, drop_duplicates=args.drop_duplicates)
+    return {"source": where, **source.identity, **settings}
+
+
+def settings_of_tokens(args, encoding):
+    """The rest of these, which tell how it is tokenized and cut."""
+    kind = os.path.splitext(args.tokenizer)[1]
     return {
-        "source": where,
-        **source.identity,
         "tokenizer_sha256": content_sha256(encoding),
         "end_of_text": encoding.eot_token,
         "vocab_size": encoding.n_vocab,
         "shard_tokens": args.shard_tokens,
-        "val_fraction": args.val_fraction,
-        "drop_duplicates": args.drop_duplicates,
         "tokenizer": f"tokenizer{kind}" if kind in TOKENIZER_FILES else args.tokenizer,
         "dtype": "uint16" if encoding.n_vocab <= 2**16 else "uint32",
     }
@@ -131,8 +135,8 @@ def write(args, source, output, encoding):
     for split, writer in output.writers.items():
         if not writer.totals["documents"]:
             raise UserError(
-                f"--val_fraction {args.val_fraction}: there is no text for {split} in "
-                f"{many(totals['documents'], 'document')}; give more text or another fraction, of which 0 makes no val."
+                f"--source {args.source}: there is no text for {split} in {many(totals['documents'], 'document')} with "
+                f"a val_fraction of {args.val_fraction:g}; give more text."
             )
     output.finish()
     if n := totals["replaced_characters"]:
@@ -178,19 +182,25 @@ def fill(args, source, output, encoding):
     dtype = np.dtype(output.settings["dtype"])
     how = args.skip_damaged, args.val_fraction, output.validation
     encode = functools.partial(encode_document, encoding, dtype, *how)
-    start = ray_actors if args.ray else processes if args.workers > 1 else None
-    done = output.position.get("done", 0)
-    bar = tqdm(total=source.total, initial=done, unit="B", unit_scale=True, disable=None)
-    with bar:  # which only a terminal shows
+    # a process takes a second to start
+    workers = min(args.workers, 1 + source.total // BATCH_BYTES)
+    start = ray_actors if args.ray else processes if workers > 1 else None
+    at = {"done": 0, "documents": 0} | output.position
+
+    def words():
+        share = at["done"] / max(1, source.total)
+        return f"tokenizing: {at['documents']:,} documents, {share:.0%}"
+
+    with Pulse(words, total=source.total, initial=at["done"], unit="B", unit_scale=True) as pulse:
         batches = cut(source, output.position)
-        for batch, position in encoded(batches, args.workers, start, encode):
+        for batch, position in encoded(batches, workers, start, encode):
             for document in batch:
                 if document.warning:
                     warn(*document.warning)
             output.add(batch, position)
             check_lost(args, output.totals(), EARLY)
-            bar.set_postfix_str(f"{position['documents']:,} documents", refresh=False)
-            bar.update(position["done"] - bar.n)
+            at |= position
+            pulse.bar.update(position["done"] - pulse.bar.n)
 
 
 if __name__ == "__main__":

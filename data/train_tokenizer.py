@@ -23,9 +23,14 @@ from data.tokenization import PATTERN, byte_letters, dump_ranks
 from runtime.files import check_place, read_file, write_file
 from runtime.messages import UserError, say
 from runtime.parser import flag
+from runtime.pulse import Pulse
 from utils import read_flags
 
 SAMPLE_BYTES = 20_000_000  # seconds of training; more text hardly changes some thousand merges
+LARGEST = 8192  # tokens of a vocabulary that is not asked for
+BYTES_A_TOKEN = (
+    256  # of text that each of its tokens is worth: of less, most would be seen a few times only
+)
 PIECE = 10_000  # characters; training takes time quadratic in the longest word, such as a million spaces
 
 
@@ -76,30 +81,46 @@ def to_ranks(tokenizer):
 class Options(Source):
     """Train a byte-level BPE tokenizer on the training part of a source and store it as tiktoken ranks."""
 
-    vocab_size: int = flag(8192, least=257)
-    """Number of tokens, with all 256 bytes and the end of text."""
+    vocab_size: int | None = flag(None, least=257)
+    """Most tokens, with all 256 bytes and the end of text. None: 8192, or fewer for less than 2 MB of text."""
     output: str = flag(MISSING, path=True, needed=True)
     """File of ranks to write; its name must end in .tiktoken."""
 
 
 def main():
-    args = read_flags(Options, sys.argv[1:], "data/train_tokenizer.py")
+    make(read_flags(Options, sys.argv[1:], "data/train_tokenizer.py"))
+
+
+def make(args):
+    """Train the tokenizer that `Options` ask for and write it. Raises UserError."""
     if not args.output.endswith(".tiktoken"):
         raise UserError(f"--output {args.output}: the name must end in .tiktoken.")
+    if args.vocab_size is not None and args.vocab_size <= 256:
+        raise UserError(
+            f"--vocab_size {args.vocab_size}: must be at least 257, the bytes and the end of text, to train a "
+            f"tokenizer; give more, or --tokenizer."
+        )
     check_place(args.output, "--output")
     start = time.monotonic()
-    texts = sample(open_source(args))
-    if not any(texts):
-        raise no_text(args, many(len(texts), "empty document"))
-    tokenizer = train(texts, args.vocab_size - 1)
-    most = tokenizer.get_vocab_size() + 1
-    if most < args.vocab_size:
-        raise UserError(f"--vocab_size {args.vocab_size}: the text yields {most} at most.")
-    ranks = dump_ranks(to_ranks(tokenizer))
+    with Pulse(f"learning a tokenizer from {args.source}"):
+        found, wanted, ranks = learn(args)
     if read_file(args.output) not in (None, b"", ranks):
         raise UserError(f"--output {args.output}: is there with other content; give another.")
     write_file(args.output, ranks)
-    say(f"{args.output}: {args.vocab_size} tokens, {time.monotonic() - start:.1f} s")
+    fewer = f", which is all that the text yields of {wanted}" if found < wanted else ""
+    say(f"{args.output}: {found} tokens{fewer}, {time.monotonic() - start:.1f} s")
+
+
+def learn(args):
+    """(tokens of the tokenizer, how many were wanted, its ranks as bytes) for `Options`. Raises UserError."""
+    texts = sample(open_source(args))
+    if not any(texts):
+        raise no_text(args, many(len(texts), "empty document"))
+    n_bytes = sum(len(text.encode()) for text in texts)
+    wanted = args.vocab_size or min(LARGEST, 257 + n_bytes // BYTES_A_TOKEN)
+    tokenizer = train(texts, wanted - 1)
+    found = tokenizer.get_vocab_size() + 1
+    return found, wanted, dump_ranks(to_ranks(tokenizer))
 
 
 if __name__ == "__main__":

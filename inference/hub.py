@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import shutil
 import sys
 
@@ -23,9 +24,17 @@ def is_on_hub(name):
     return name.startswith(PREFIX) or (name in GPT2 and not os.path.exists(name))
 
 
+def step_in(name):
+    """The step in a name RUN@STEP, which means a checkpoint of a run; None in others."""
+    found = re.fullmatch(r".+@(\d{1,15})", name)
+    return int(found[1]) if found and not is_on_hub(name) and not os.path.exists(name) else None
+
+
 @functools.cache
 def folder_of(name):
     """The local folder of a model, without the weights of one that is on the hub: `download` fetches these."""
+    if step_in(name) is not None:
+        return name.rpartition("@")[0]
     if not is_on_hub(name):
         return name
     return ask(name, huggingface_hub.snapshot_download, allow_patterns=DESCRIPTION)

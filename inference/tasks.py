@@ -292,7 +292,8 @@ def make_task_scorer(cfg, mesh, encoding, ends=()):
     if encoding is None:
         raise UserError("--tasks: the tokenizer of the shards is not known; give --tokenizer.")
     dp, pp, _ = run.n_device_axis
-    batch_size = max(1, steps.val_batch_shape(cfg)[1] // (dp * pp))
+    _, M, B = steps.val_batch_shape(cfg)
+    batch_size = max(1, M * B // (dp * pp))
     lm = TaskModel(cfg, mesh, encoding, batch_size, cfg.model.T, ends=ends)
     given = run.eval_tasks.split(",")
     folders = [name for name in given if "/" in name]

@@ -5,21 +5,25 @@ import glob
 import os
 import re
 
+import jax
+
 import utils
 from data import tokenization
 from inference import hub, hugging_face
 from runtime.files import is_remote, read_json
-from runtime.messages import UserError, nearest, warn
+from runtime.messages import UserError, nearest, say_aside, warn
 from runtime.processes import on_all
 from training import settings
 from training.checkpointing import Checkpoints
+from training.overfitting import overfit
+from training.rows import read_rows
 
 
 def open_weights(folder):
     """({flag: value} of the model in `folder`, load_weights), where load_weights(abstract) reads its parameters and
-    places them like `abstract`, of `steps.abstract_params`. `folder` is a run directory, whose newest sound checkpoint
-    is taken, in the Hugging Face format, or a name of `hub.is_on_hub`, whose weights load_weights downloads. Raises
-    UserError where it is none of these."""
+    places them like `abstract`, of `steps.abstract_params`. `folder` is a run directory, of which `choose_checkpoint`
+    takes a checkpoint, in the Hugging Face format, or a name of `hub.is_on_hub`, whose weights load_weights downloads.
+    Raises UserError where it is none of these."""
     local = hub.folder_of(folder)
     config = read_json(local, "config.json")
     if "model_type" in config:
@@ -42,8 +46,40 @@ def open_weights(folder):
     settings.check_model(flags, os.path.join(folder, "config.json"))
     cfg = utils.replace(utils.Config(), pp_interleave=1, **flags)
     explain = functools.partial(settings.other_flags, cfg)
-    checkpoints = Checkpoints(os.path.join(folder, "checkpoints"), explain=explain)
-    return flags, checkpoints.restore_params
+    checkpoints = Checkpoints(os.path.join(local, "checkpoints"), explain=explain)
+
+    def load_chosen(abstract):
+        chosen = on_all(lambda: choose_checkpoint(folder, local, checkpoints))
+        return checkpoints.restore_params(abstract, chosen)
+
+    return flags, load_chosen
+
+
+def choose_checkpoint(folder, local, checkpoints):
+    """The step of the checkpoint to take of a run: that of RUN@STEP, where `folder` is so; of a run that overfits the
+    one with the smallest held-out loss, which is printed; else None, the newest sound one. Raises UserError."""
+    steps = settings.checkpoint_steps(local)
+    if asked := hub.step_in(folder):
+        if asked not in steps:
+            there = ", ".join(map(str, steps)) or "none"
+            raise UserError(
+                f"{folder}: there is no checkpoint of step {asked} in {local}, only {there}."
+            )
+        return asked
+    losses = {step: checkpoints.val_loss(step) for step in steps}
+    losses = {step: loss for step, loss in losses.items() if loss is not None}
+    best = min(losses, key=losses.get, default=None)
+    if best in (None, steps[0]):
+        return None
+    found = overfit(read_rows(local))
+    if not found:
+        return None
+    if jax.process_index() == 0:
+        say_aside(
+            f"{local}: {found.words[0].lower()}{found.words[1:]}; checkpoint {best} is the best and is taken "
+            f"({local}@{steps[0]} is the newest)"
+        )
+    return best
 
 
 HINTS = {  # nanoGPT's words for --init_from

@@ -118,16 +118,44 @@ def short(n):
     return f"{n / 1e3:.0f}k"
 
 
+def duration(seconds):
+    """Seconds in words: 42s, 3m05s, 2h10m, 4d03h."""
+    minutes, s = divmod(int(max(0, seconds)), 60)
+    hours, m = divmod(minutes, 60)
+    d, h = divmod(hours, 24)
+    if d:
+        return f"{d}d{h:02d}h"
+    if h:
+        return f"{h}h{m:02d}m"
+    if m:
+        return f"{m}m{s:02d}s"
+    return f"{s}s"
+
+
+spoke = time.monotonic()  # when something was printed last
+
+
 def say(words):
     """Print a line with the time of day, at once."""
-    with contextlib.suppress(OSError):  # a full disk under the log ends no training
-        print(time.strftime("%H:%M:%S"), masked(words), flush=True)
+    put_line(f"{time.strftime('%H:%M:%S')} {masked(words)}", sys.stdout)
 
 
 def say_aside(words):
     """Print words on stderr, at once: stdout may be one JSON object."""
-    with contextlib.suppress(OSError):
-        print(masked(words), file=sys.stderr, flush=True)
+    put_line(masked(words), sys.stderr)
+
+
+def put_line(line, file):
+    """Print a line at once, above the bars that a terminal shows."""
+    global spoke
+    spoke = time.monotonic()
+    with contextlib.suppress(OSError):  # a full disk under the log ends no training
+        bars = sys.modules.get("tqdm")  # where it is not imported there are none
+        if bars and getattr(bars.tqdm, "_instances", None):
+            bars.tqdm.write(line, file=file)
+        else:
+            print(line, file=file)
+        file.flush()
 
 
 def warn(words):

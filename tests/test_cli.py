@@ -24,7 +24,7 @@ import dataset
 import presets
 import utils
 from data import tokenization, tokenize_shards, train_tokenizer
-from data.sources import base, kinds
+from data.sources import kinds
 from runtime import files, messages, parser, platforms, processes
 from tools import bench, checkpoints, common, compare, evaluate, hf, trace
 from training import command_line, settings, steps
@@ -147,7 +147,7 @@ def test_the_presets_are_listed_with_their_sizes(capsys):
 
 
 def test_a_file_of_flags_is_between_the_preset_and_what_is_given(tmp_path):
-    """And the config.json of a run makes the same run again."""
+    """And the config.json of a run makes the same run again, on any machine: its mesh is not part of it."""
     path = tmp_path / "flags.json"
     path.write_text('{"preset": "tiny", "blocks": 6, "k": 1, "train_batch_size": 6, "tied": false}')
     cfg, given = command_line.parse(["--config", str(path), "--blocks", "4"])
@@ -158,10 +158,15 @@ def test_a_file_of_flags_is_between_the_preset_and_what_is_given(tmp_path):
     words = "--preset tiny --T 64 --n_devices 8 --n_device_axis 2 2 2 --max_lr 0.003 --wandb"
     first = settings.settle(command_line.parse(words.split()), 8)
     path.write_text(json.dumps(utils.flatten(first) | {"data_fingerprint": "x", "encoding": None}))
-    again = settings.settle(command_line.parse(["--config", str(path)]), 8)
+    mesh = "--n_device_axis 2 2 2".split()
+    again = settings.settle(command_line.parse(["--config", str(path), *mesh]), 8)
     assert utils.replace(again, config="") == first
-    moved = command_line.parse(["--config", str(path), "--n_device_axis", "1", "1", "1"])
-    assert settings.settle(moved, 1).run.n_devices == 1
+    for n in (1, 2, 4):
+        moved = settings.settle(command_line.parse(["--config", str(path)]), n)
+        assert moved.run.n_device_axis == (n, 1, 1) and moved.data.global_batch_size == 16
+        assert (moved.model, moved.optimizer) == (first.model, first.optimizer)
+    planned = command_line.parse(["--config", str(path), "--plan", "v5e-1"])
+    assert planned.cfg.run.n_device_axis == (0, 1, 1) and not planned.cfg.run.n_devices
 
 
 BAD_FILES = {
@@ -190,17 +195,16 @@ def test_no_password_of_an_address_is_printed_or_stored(tmp_path, monkeypatch, c
     for work in works:
         said = refusal(work, "127.0.0.1:9/a@b?", "page=3")
         assert "hidden" not in said
-    for tell in (messages.say, messages.warn, messages.say_error, base.tell):
+    for tell in (messages.say, messages.warn, messages.say_error, messages.say_aside):
         tell(f"see {HIDDEN}, or {HIDDEN}")
     assert "hidden" not in messages.first_line(ValueError(HIDDEN))
     out, err = capsys.readouterr()
     assert (out + err).count("***@127.0.0.1:9/a@b") >= 8 and "hidden" not in out + err
     cfg = utils.replace(utils.Config(), data=HIDDEN, mix=f"{HIDDEN}:1", init_from=HIDDEN)
     assert "hidden" not in json.dumps(utils.flatten(cfg))
-    args = SimpleNamespace(source=HIDDEN, tokenizer="gpt2", shard_tokens=1, val_fraction=0)
+    args = SimpleNamespace(source=HIDDEN, val_fraction=0)
     args.drop_duplicates = False
-    encoding = SimpleNamespace(_mergeable_ranks=BYTE_RANKS, eot_token=256, n_vocab=257)
-    made = tokenize_shards.settings_of(args, SimpleNamespace(identity={}), encoding)
+    made = tokenize_shards.settings_of_text(args, SimpleNamespace(identity={}))
     assert "hidden" not in json.dumps(made) and "page=3" in made["source"]
     stored = tmp_path / "config.json"
     stored.write_text(json.dumps({"data": messages.masked(HIDDEN)}))
@@ -238,8 +242,8 @@ BAD = {  # words beside the small model's on eight devices, and what the sentenc
     "--n_experts 12 --n_device_axis 8 1 1": ["--n_experts 12", "8"],
     "--train_batch_size 6": [
         "--microbatches 4: ",
-        " 6 training and 8 validation",
-        " 1, 2 would do",
+        " 6 sequences",
+        " 1, 2, 3, 6 would do",
     ],
     "--global_batch_size 12": ["--global_batch_size 12: must be a multiple of dp x pp = 8 "],
     "--accumulation_steps 2 --global_batch_size 8": [
@@ -740,7 +744,7 @@ DIVIDED = {  # words, devices, and how the batch is divided
     ("--preset tiny --accumulation_steps 4", 2): dict(G=16, B=2, A=4),
     ("--preset tiny --microbatches 2", 1): dict(G=16, M=2),
     ("--preset tiny --microbatch_size 3", 1): dict(G=16, M=8),
-    ("--preset tiny --val_batch_size 6", 1): dict(G=16, val=6, M=2),
+    ("--preset tiny --val_batch_size 6", 1): dict(G=16, val=6, M=8),
     ("--preset tiny --global_batch_size 48 --train_batch_size 8", 2): dict(G=48, A=3),
     ("--preset jaxformer-small", 1): dict(G=32, B=8, A=4, M=1),
     ("--preset jaxformer-small", 16): dict(G=32, B=1, A=2, M=1),
@@ -813,9 +817,9 @@ def test_a_file_of_flags_keeps_its_global_batch_on_another_mesh(tmp_path):
     path = tmp_path / "config.json"
     words = "--preset tiny --n_device_axis 2 1 1 --train_batch_size 12 --microbatches 4"
     cfg = settings.settle(command_line.parse(words.split()), 2)
-    path.write_text(json.dumps(utils.flatten(cfg)))
+    path.write_text(json.dumps(utils.flatten(cfg) | {"data_fingerprint": "x"}))
     words = f"--config {path}"
-    assert divided(words, 2) == divided("--preset tiny --train_batch_size 12 --microbatches 4", 2)
+    assert divided(words, 2) == divided("--preset tiny --global_batch_size 24", 2)
     assert divided(f"{words} --n_device_axis 4 1 1", 4)["G"] == 24
     assert divided(f"{words} --accumulation_steps 3", 2) == dict(G=24, dp=2, A=3, B=4, val=0, M=2)
     assert divided(f"{words} --train_batch_size 3 --accumulation_steps 2", 2)["G"] == 12
@@ -955,3 +959,50 @@ def test_heads_of_qwen3_that_do_not_fit_are_refused():
         (dict(head_dim=7), "--head_dim 7: must be a multiple of 2"),
     ]:
         refusal(lambda: small_config((1, 1, 4), **ARCHITECTURES["qwen3"] | flags), said)
+
+
+def little(train, val):
+    """Shards of so many tokens, as `dataset.manifests` lists them."""
+    made = {}
+    for split, n in (("train", train), ("val", val)):
+        made[split] = dict(vocab_size=300, tokens=n, shards=[dict(name="000000.npy", tokens=n)])
+    return [("x", f"x/{split}", manifest) for split, manifest in made.items()]
+
+
+LITTLE = {  # tokens to train on, to validate on, flags, and (T, sequences of a step, of a validation batch)
+    (10**6, 10**5, ""): (128, 16, 16),
+    (5000, 600, ""): (128, 4, 4),
+    (1800, 200, ""): (32, 4, 4),
+    (300, 40, ""): (16, 2, 2),
+    (60, 20, ""): (16, 1, 1),
+    (1800, 200, "--T 64"): (64, 2, 2),
+    (1800, 200, "--global_batch_size 16"): (32, 16, 4),
+    (10**6, 1000, ""): (128, 16, 4),
+    (10**6, 10**5, "--preset moe1b --vocab_size 300"): (1024, 64, 64),
+}
+
+
+@pytest.mark.parametrize("train, val, flags", LITTLE)
+def test_little_text_makes_a_training_small_and_what_was_given_stays(train, val, flags, capsys):
+    T, total, validated = LITTLE[train, val, flags]
+    parsed = command_line.parse(f"--preset tiny {flags}".split())
+    cfg = settings.settle(parsed, 1, stored={}, shards=little(train, val))
+    got = cfg.model.T, cfg.data.global_batch_size, math.prod(steps.val_batch_shape(cfg))
+    assert got == (T, total, validated)
+    changed = got != (parsed.cfg.model.T, parsed.cfg.data.global_batch_size, total)
+    said = capsys.readouterr().out
+    assert ("little text" in said) == changed and "--" not in said
+
+
+def test_little_text_makes_the_same_training_on_every_mesh():
+    """As long as a batch has a sequence for each device; and a run keeps its own sizes."""
+    found = set()
+    for mesh in itertools.product((1, 2), repeat=3):
+        n = math.prod(mesh)
+        words = ["--preset", "tiny", "--n_device_axis", *map(str, mesh), "--n_devices", str(n)]
+        cfg = settings.settle(command_line.parse(words), n, stored={}, shards=little(1800, 200))
+        found.add((cfg.model.T, steps.tokens_per_step(cfg), math.prod(steps.val_batch_shape(cfg))))
+    assert found == {(32, 128, 4)}
+    stored = json.loads(json.dumps(utils.flatten(cfg) | {"data_fingerprint": "x", "T": 64}))
+    again = settings.settle(command_line.parse(words), 8, stored=stored, shards=little(1800, 200))
+    assert again.model.T == 64 and again.data.global_batch_size == 4

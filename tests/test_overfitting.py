@@ -54,7 +54,5 @@ def test_neither_noise_nor_skipped_steps_hide_it():
 
 
 def test_it_is_said_with_both_losses():
-    said = (
-        "Overfits since step 40: held-out loss rose from 3.2100 to 3.3400 while training loss fell"
-    )
+    said = "Overfitting since step 40: held-out loss rose from 3.2100 to 3.3400 while training loss fell"
     assert FOUND.words == said

@@ -57,37 +57,21 @@ def test_scripts_are_clean_and_explain_themselves():
         assert result.stdout.startswith(f"usage: bash {script}")
 
 
-RANKS = "data/shards/bpe8192.tiktoken"
-TRAIN_TOKENIZER = "data/train_tokenizer.py --source stdlib --vocab_size 8192 --output".split()
-TOKENIZE = "data/tokenize_shards.py --source stdlib --output data/shards/stdlib --tokenizer".split()
-# what run.sh adds
-PRESET, DATA = "--preset tiny", "--data data/shards/stdlib"
-SIMULATED = "--n_devices 8 --n_device_axis 2 2 2"
-
-
 class Repository:
-    """run.sh beside a setup_tpu.sh that reports `machine`, and a Python that writes down its arguments."""
+    """run.sh beside a setup_tpu.sh that does nothing, and a Python that writes down its arguments."""
 
-    def __init__(self, root, machine="cpu"):
+    def __init__(self, root):
         self.root, self.calls, self.python = root, root / "calls", root / ".venv/bin/python"
         root.mkdir(exist_ok=True)
         for name in ("run.sh", "launcher.sh", "cluster.env.example"):
             shutil.copy(ROOT / name, root)
         shutil.copytree(ROOT / "tools", root / "tools", ignore=shutil.ignore_patterns("*.py"))
-        setup = f'echo "$@" >>"{root}/setups"\n[ "$#" = 0 ] || echo {machine}\n'
-        program(root / "setup_tpu.sh", setup)
+        program(root / "setup_tpu.sh", f'echo "$@" >>"{root}/setups"\n')
         program(self.python, f'#!/bin/sh\nprintf "%s\\0" "$@" END >>"{self.calls}"\n')
         program(root / "ssh", f"#!/bin/sh\ntouch '{root}/asked'\nexit 255\n")
 
-    def have_corpus(self, folder="stdlib"):
-        for split in ("train", "val"):
-            (self.root / "data/shards" / folder / split).mkdir(parents=True, exist_ok=True)
-            (self.root / "data/shards" / folder / split / "manifest.json").touch()
-        (self.root / RANKS).touch()
-        return self
-
     def run(self, *flags, **environment):
-        """Run `run.sh local` with the flags; returns the arguments of every call of Python, main.py's last."""
+        """Run `run.sh local` with the flags; returns the arguments of every call of Python."""
         self.calls.unlink(missing_ok=True)
         result = bash(self.root / "run.sh", "local", *flags, **environment)
         assert result.returncode == 0, result.stderr
@@ -98,13 +82,10 @@ class Repository:
         path = f"{self.root}:{os.environ['PATH']}"
         return bash(self.root / "launcher.sh", *words, PATH=path, **environment)
 
-    def assert_adds(self, added, flags=(), **environment):
-        assert self.run(*flags, **environment) == [["main.py", *added.split(), *flags]]
-
 
 @pytest.fixture
 def repository(tmp_path):
-    return Repository(tmp_path / "a folder").have_corpus()
+    return Repository(tmp_path / "a folder")
 
 
 def test_run_refuses_in_one_sentence(repository):
@@ -115,84 +96,11 @@ def test_run_refuses_in_one_sentence(repository):
     assert not repository.calls.exists()
 
 
-def test_run_makes_the_corpus_that_is_missing(tmp_path):
-    bare = Repository(tmp_path / "bare")
-    learn, tokenize = [*TRAIN_TOKENIZER, RANKS], [*TOKENIZE, RANKS]
-    assert bare.run()[:-1] == [learn, tokenize]
-    for flags in ("--help", "-h", "--tokenizer gpt2 -h", "--data gs://b/c --tokenizer gpt2"):
-        (call,) = bare.run(*flags.split())
-        assert call[0] == "main.py" and " ".join(call).endswith(flags)
-    for missing, made in ((RANKS, learn), ("data/shards/stdlib/val/manifest.json", tokenize)):
-        bare.have_corpus()
-        (bare.root / missing).unlink()
-        assert bare.run()[:-1] == [made]
-
-
-# flags, and what run.sh adds
-ADDED = {
-    "": f"{PRESET} {DATA} {SIMULATED}",
-    "--preset=moe1b": f"{DATA} {SIMULATED}",
-    "--data x": f"{PRESET} {SIMULATED}",
-    "--bucket-name=x": f"{PRESET} {SIMULATED}",
-    "--n-devices=4": f"{PRESET} {DATA}",
-    "--seed 1 --n-device-axis 1 2 2 --wandb": f"{PRESET} {DATA} --n_devices 4",
-    "--n_device_axis 2 2 1 --n_devices 4": f"{PRESET} {DATA}",
-    "--n_device_axis 2 two 1": f"{PRESET} {DATA}",  # main.py's to refuse
-    "--n_device_axis 2": f"{PRESET} {DATA}",
-}
-
-
-def test_run_adds_what_is_missing_and_simulates_devices_where_none_are(repository, tmp_path):
-    for flags, added in ADDED.items():
-        repository.assert_adds(added, flags.split())
-    assert (repository.root / "setups").read_text().splitlines()[:2] == ["", "--accelerator"]
+def test_run_sets_up_and_hands_its_flags_on_as_they_are(repository):
     odd = ["--prompt", "a  b\n'c' \"d\" $HOME `ls` \\ * ? ! é", "--name", "", "--output_dir=x y;z"]
-    for flags in (odd, ["--prompt", "--preset is no flag in here"]):
-        repository.assert_adds(ADDED[""], flags)
-    forced = "--xla_dump_to=/tmp/x --xla_force_host_platform_device_count=4"
-    repository.assert_adds(f"{PRESET} {DATA}", XLA_FLAGS=forced)
-    for machine in ("gpu", "tpu"):
-        with_accelerator = Repository(tmp_path / machine, machine).have_corpus()
-        with_accelerator.assert_adds(f"{PRESET} {DATA}")
-        with_accelerator.assert_adds(f"{PRESET} {DATA}", "--n_device_axis 2 1 1".split())
-
-
-def test_run_keeps_a_corpus_per_tokenizer(repository):
-    for flags, folder in (
-        (["--tokenizer", "gpt2"], "stdlib-gpt2"),
-        (["--tokenizer=o200k"], "stdlib-o200k"),
-        (["--tokenizer", "my ranks/a b.tiktoken"], "stdlib-a b"),
-    ):
-        tokenize, train = repository.run(*flags)
-        tokenizer = flags[-1].removeprefix("--tokenizer=")
-        assert tokenize == [*TOKENIZE[:4], f"data/shards/{folder}", "--tokenizer", tokenizer]
-        added = [*PRESET.split(), "--data", f"data/shards/{folder}", *SIMULATED.split()]
-        assert train == ["main.py", *added, *flags]
-        assert repository.have_corpus(folder).run(*flags) == [train]
-
-
-def test_run_trains_on_text_that_data_names(repository):
-    """A file, or a folder without shards: tokenized under its name, with a tokenizer of its own."""
-    root = repository.root
-    (root / "books").mkdir()
-    (root / "books/a.md").write_text("text")
-    (root / "my.first.txt").write_text("text")
-    for text, name in (("my.first.txt", "my"), ("books", "books")):
-        ranks, shards = f"data/shards/{name}.tiktoken", f"data/shards/{name}"
-        learn, tokenize, train = repository.run("--data", text)
-        assert learn[1:] == ["--source", text, "--vocab_size", "1024", "--output", ranks]
-        assert tokenize[1:] == ["--source", text, "--output", shards, "--tokenizer", ranks]
-        added = f"{PRESET} --name {name} {SIMULATED} --data {text} --data {shards}"
-        assert train[1:] == added.split()
-        tokenize, _ = repository.run(f"--data={text}", "--tokenizer", "gpt2")
-        assert tokenize[4:] == [f"{shards}-gpt2", "--tokenizer", "gpt2"]
-    for name in ("a[1]/a.md", "a1/train/0.npy"):  # a path that exists is no glob
-        (root / name).parent.mkdir(parents=True)
-        (root / name).write_text("text")
-    assert len(repository.run("--data", "a[1]")) == 3 and len(repository.run("--data", "a1")) == 1
-    (root / "books/x/train").mkdir(parents=True)
-    (root / "books/x/train/0.npy").touch()
-    assert len(repository.run("--data", "books")) == 1
+    for flags in ([], ["--help"], odd):
+        assert repository.run(*flags) == [["tools/local.py", *flags]]
+    assert (repository.root / "setups").read_text() == 3 * "\n"
 
 
 def test_run_from_elsewhere_and_failures(repository, tmp_path):
@@ -203,8 +111,6 @@ def test_run_from_elsewhere_and_failures(repository, tmp_path):
     program(repository.python, "#!/bin/sh\npwd\nexit 7\n")
     (tmp_path / "decoy/a folder").mkdir(parents=True)
     assert run() == (7, f"{repository.root}\n")
-    shutil.rmtree(repository.root / "data")  # the tokenizer's training fails: nothing follows
-    assert run()[1].count("\n") == 1
     program(repository.root / "setup_tpu.sh", "exit 3\n")
     assert run() == (3, "")
 

@@ -195,9 +195,9 @@ def test_files_that_cannot_be_read(tokenize, tmp_path):
     """Damaged records, what is no text, whose shards would hold U+FFFD, and remote text."""
     for name, held, *words in [
         ("a.jsonl", b'{"body": "x"}\n{"body": ', "--source", "line 2 of"),
-        ("a.jsonl", b'{"text": "x"}', "--text_column body", "it has text"),
-        ("a.jsonl", b'["x"]', "--text_column body", "line 1 of"),
-        ("a.jsonl", b'{"body": 3}', "--text_column body", "holds 3, not text"),
+        ("a.jsonl", b'{"text": "x"}', "no column body", "only text"),
+        ("a.jsonl", b'["x"]', "--source", "line 1 of"),
+        ("a.jsonl", b'{"body": 3}', "--source", "holds 3 in its column body"),
         ("a.jsonl.gz", b"not gzip", "--source", "cannot be read"),
         ("a.parquet", b"PAR1", "--source", "cannot be read"),
         ("book.pdf", random.Random(0).randbytes(5000), "book.pdf: is not UTF-8 text"),
@@ -266,7 +266,7 @@ def test_parquet_columns(tokenize, ranks_file, tmp_path):
     bad = pa.array([b"caf\xe9", None, b"x"] * 20).cast(pa.binary()).view(pa.string())
     for i, form in enumerate([*forms, pa.nulls(60), bad]):
         pq.write_table(pa.table({"body": form}), tmp_path / f"{i}.parquet", row_group_size=13)
-    refused(tokenize("0.parquet", "out", "--text_column", "no"), "--text_column no", "it has body")
+    refused(tokenize("0.parquet", "out", "--text_column", "no"), "no column no, only body")
     status, _, err = tokenize("*.parquet")
     assert status == 0 and "20 characters of 20 documents became U+FFFD" in err
     encoding = tokenization.load_tokenizer(str(ranks_file))
@@ -433,19 +433,19 @@ def test_one_record_in_each_file(tmp_path):
 
 OTHER = LINES.replace(b'"body"', b'"content"')
 OF_OTHER_COLUMNS = {  # {name of a file: (its content, a word of the sentence)}
-    "data.json": (OTHER, "it has content, id"),
-    "data.txt": (OTHER, "it has content, id"),
-    "array.json": (json.dumps([{"content": "x"}]).encode(), "it has content"),
+    "data.json": (OTHER, "only content, id"),
+    "data.txt": (OTHER, "only content, id"),
+    "array.json": (json.dumps([{"content": "x"}]).encode(), "only content"),
     "object.json": (
         json.dumps({"version": 1, "data": STORIES}, indent=1).encode(),
         "version, data",
     ),
-    "one line.json": (b'{"content": "x"}', "it has content"),
-    "rows.csv": (separated(",", ("a", "b")), "it has a, b"),
+    "one line.json": (b'{"content": "x"}', "only content"),
+    "rows.csv": (separated(",", ("a", "b")), "only a, b"),
     "torn.json": (ARRAY[:-9], "holds no JSON objects"),
     "torn.txt": (json.dumps(STORIES, indent=1).encode()[:-9], "holds no JSON objects"),
-    "strings.json": (b'["a", "b"]', "holds no JSON objects"),
-    "a.ipynb": (json.dumps({"cells": []}, indent=1).encode(), "it has cells"),
+    "strings.json": (b'["a", "b", "cde", "fgh"]', "holds no JSON objects"),
+    "a.ipynb": (json.dumps({"cells": []}, indent=1).encode(), "only cells"),
 }
 
 
@@ -456,7 +456,17 @@ def test_records_of_other_columns_are_no_prose(name, tmp_path):
     write_files(tmp_path, {name: held, "README.md": b"# about it", "LICENSE": b"free"})
     for source in (tmp_path, tmp_path / name):
         said = error_of(source)
-        assert "--text_column body" in said and name in said and word in said
+        assert "no column body" in said and name in said and word in said
+
+
+def test_a_few_records_of_other_columns_beside_much_text_are_left_out(tmp_path, capsys):
+    """As a list of the titles beside books."""
+    books = {f"{i}.txt": f"Book {i}. ".encode() * 40 for i in range(3)}
+    write_files(tmp_path, books | {"metadata.json": b'[{"title": "Book"}]', "cover.png": PICTURE})
+    assert texts_of(tmp_path) == [held.decode() for held in books.values()]
+    said = capsys.readouterr().err
+    assert "1 file of records" in said and "metadata.json) without a column body" in said
+    assert "1 binary file" in said
 
 
 def test_source_code_stays_text(tmp_path, capsys):

@@ -298,7 +298,7 @@ def test_the_manifest_decides_the_vocabulary(tmp_path, capsys):
         flags = settings.Flags(cfg, {*given} - {"vocab_size"})
         found = settings.follow_shards(flags, {}, shards).cfg
         assert found == utils.replace(cfg, vocab_size=wanted)
-        assert ("--vocab_size is" in capsys.readouterr().out) == (found != cfg)
+        assert ("the vocabulary has" in capsys.readouterr().out) == (found != cfg)
         stored = utils.flatten(cfg) | dict(vocab_size=60000, data_fingerprint="x")
         kept = settings.follow_shards(settings.Flags(cfg, set()), stored, shards)
         assert kept.cfg.model.vocab_size == 60000
@@ -338,7 +338,9 @@ def test_a_run_in_a_bucket_is_used_as_a_local_one(
     for end in (2, 4):
         assert train(**flags, training_steps=end) == 0
     said = capsys.readouterr().out
-    assert f"--vocab_size is 512 and not 8192, as the tokenizer of {address}/train has it" in said
+    assert (
+        f"the vocabulary has 512 tokens and not 8,192, as the tokenizer of {address}/train" in said
+    )
     assert "resuming run at step 2" in said and proxy.failed > 5
     fs.invalidate_cache()
     fs.get("bucket", str(local), recursive=True)

@@ -20,8 +20,9 @@ class Options:
     """Flags of every such program; those of utils.py that have the same name mean the same."""
 
     model: str = place()
-    """A run directory, local or gs:// or s3://, whose newest sound checkpoint is taken, a local folder in the Hugging
-    Face format, or a model of its hub, hf://ORGANISATION/NAME, with @REVISION behind it."""
+    """A run directory, local or gs:// or s3://, whose newest sound checkpoint is taken, of a run that overfits the
+    best, and with @STEP behind it that of the step; a local folder in the Hugging Face format, or a model of its hub,
+    hf://ORGANISATION/NAME, with @REVISION behind it."""
     n_device_axis: Mesh = utils.Run.n_device_axis
     """Mesh shape: dp pp tp, as for main.py; it need not be the one that the model was trained on."""
     n_devices: int = utils.Run.n_devices

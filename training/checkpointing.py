@@ -268,12 +268,12 @@ class Checkpoints:
     def _remove_old_ones(self):
         """Raises Unavailable, before anything is removed, where the storage does not tell how good one is."""
         self.confirm()
-        losses = {step: self._val_loss(step) for step in self._list()}
+        losses = {step: self.val_loss(step) for step in self._list()}
         gone = losses.keys() - kept(losses, self.keep, self.every)
         for name in (*map(str, gone), *self._torn()):  # no other save is on its way
             self._remove(name)
 
-    def _val_loss(self, step):
+    def val_loss(self, step):
         """Validation loss of a checkpoint; None where none was measured, or it is damaged. Raises Unavailable."""
         if step not in self.losses:
             try:
@@ -386,12 +386,14 @@ class Checkpoints:
             return f", the damaged checkpoints stay where they are ({first_line(e)})"
         return f", the damaged checkpoints are moved to {aside}"
 
-    def restore_params(self, abstract):
-        """Parameters alone of the newest sound checkpoint, as `abstract`. Raises UserError where there is none."""
+    def restore_params(self, abstract, first=None):
+        """Parameters alone of the newest sound checkpoint, or of that of step `first` if it is sound, as `abstract`.
+        Raises UserError where there is none."""
         item = {"params": abstract}
         how = ocp.checkpoint_utils.construct_restore_args(item)
         args = ocp.args.PyTreeRestore(item, how, partial_restore=True)
-        found, damaged = self._newest_sound(args, self.steps())
+        steps = sorted(self.steps(), key=lambda step: step == first, reverse=True)
+        found, damaged = self._newest_sound(args, steps)
         if found is None:
             raise UserError(f"{self.folder}: there is no checkpoint in here.")
         state, meta = found

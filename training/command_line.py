@@ -26,8 +26,9 @@ PACKAGES = "jax", "jaxlib", *PLUGINS["tpu"], *PLUGINS["gpu"], "numpy", "optax", 
 # What the file of a run holds beside flags, and the flags that belong to one launch of it.
 NO_FLAGS = {"data_fingerprint", "commit", "encoding", "end_of_text", "eos_token_id", "config"}
 NO_FLAGS |= {"positions", "revision", "coordinator", "num_processes", "process_id"}
-# Where one of these is given beside --config, the file's global batch is divided anew.
-DIVIDES = SPLIT | {"global_batch_size", "n_device_axis", "n_devices"}
+# What a run has of the machine that it ran on: its mesh, and how its batches were cut up for that.
+OF_A_MACHINE = {"n_device_axis", "n_devices", "pp_interleave", "val_batch_size"}
+OF_A_MACHINE |= SPLIT - {"microbatch_size"}
 # The --preset that prints them all.
 LIST = "list"
 # By these variables jax knows that the process is a task of a step of Slurm's.
@@ -104,10 +105,10 @@ def flags_of_file(path, beside):
             f"--config {path}: no such file, or no flag in it; give one such as runs/tiny/config.json."
         )
     flags = without(NO_FLAGS, content)
+    if "data_fingerprint" in content:  # of a run, which another machine may repeat
+        flags = without(OF_A_MACHINE, flags)
     if "n_device_axis" in beside:  # which these follow
         flags = without(["n_devices", "pp_interleave"], flags)
-    if "global_batch_size" in flags and beside.keys() & DIVIDES:
-        flags = without(SPLIT - {"microbatch_size"} | {"val_batch_size"}, flags)
     if "train_batch_size" in beside:  # which makes a global batch of its own
         flags = without(["global_batch_size"], flags)
     flags = {RENAMED.get(name, name): value for name, value in flags.items()}

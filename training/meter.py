@@ -5,7 +5,7 @@ import time
 
 import jax
 
-from training.runlog import duration
+from runtime.messages import duration
 
 # {part of a run's wall time, as metrics.jsonl calls it: in words, after its share}
 PARTS = {
@@ -45,6 +45,10 @@ class Goodput:
         now = time.time()
         self.seconds[self.part] += now - self.since
         self.part, self.since = part, now
+
+    def now(self):
+        """What the run does now, in words, and since when."""
+        return f"{PARTS[self.part]}, {duration(time.time() - self.since)}"
 
     @contextlib.contextmanager
     def during(self, part):

@@ -19,7 +19,7 @@ class Overfit(NamedTuple):
     @property
     def words(self):
         return (
-            f"Overfits since step {self.step:,}: held-out loss rose from {self.best:.4f} to "
+            f"Overfitting since step {self.step:,}: held-out loss rose from {self.best:.4f} to "
             f"{self.newest:.4f} while training loss fell"
         )
 
@@ -47,7 +47,12 @@ def evaluations(rows):
 
 
 def overfit(rows):
-    """The `Overfit` of rows of metrics.jsonl, or None.
+    """`overfit_in` rows of metrics.jsonl."""
+    return overfit_in(evaluations(rows))
+
+
+def overfit_in(found):
+    """The `Overfit` of a run with these `evaluations`, or None.
 
     A run overfits once held-out loss has risen at RISES evaluations in a row, while training loss has fallen since the
     best one. It does until an evaluation is better than the best. Training loss is noisy from step to step, so means
@@ -60,7 +65,6 @@ def overfit(rows):
 
     has risen three times from 3.21, while training loss fell from 3.10 to 2.80: Overfit(200, 3.21, 3.34).
     """
-    found = evaluations(rows)
     best = rises = 0
     is_overfit = False
     for n in range(1, len(found)):
@@ -73,3 +77,29 @@ def overfit(rows):
     if not is_overfit:
         return None
     return Overfit(found[best].step, found[best].held_out, found[-1].held_out)
+
+
+class Overfitting:
+    """Whether a run overfits, as its rows come. now: its `Overfit`, or None."""
+
+    def __init__(self, rows):
+        """rows: those of the run so far."""
+        self.found = evaluations(rows)
+        self.rows = []  # since the newest evaluation
+        self.now = overfit_in(self.found)
+
+    def begins(self, row):
+        """Take a further row; whether the run begins to overfit with it."""
+        self.rows.append(row)
+        if HELD_OUT not in row:
+            return False
+        self.found += evaluations(self.rows)
+        self.rows = []
+        before, self.now = self.now, overfit_in(self.found)
+        return self.now is not None and before is None
+
+    def rewind(self, step):
+        """Forget what came after `step`."""
+        self.found = [evaluation for evaluation in self.found if evaluation.step <= step]
+        self.rows = []
+        self.now = overfit_in(self.found)

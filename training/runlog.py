@@ -5,15 +5,11 @@ import math
 import os
 import re
 import secrets
-import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
-from tqdm import tqdm
-
 from runtime.files import is_remote, read_file, to_json, write_file
-from runtime.messages import UserError, first_line, say, warn
+from runtime.messages import UserError, duration, first_line, say, warn
 from runtime.outbox import Outbox, attempt
 from training import rows
 from utils import flatten
@@ -22,20 +18,6 @@ UNWRITTEN = "the run's log could not be written"
 MOST_BEHIND = 20_000  # calls that wait for TensorBoard and wandb, which may take seconds for one
 LAST = 120  # seconds that a run's end waits for a bucket
 ROWS_FIRST = 30  # seconds that a checkpoint waits for the rows before it
-
-
-def duration(seconds):
-    """Seconds in words: 42s, 3m05s, 2h10m, 4d03h."""
-    minutes, s = divmod(int(max(0, seconds)), 60)
-    hours, m = divmod(minutes, 60)
-    d, h = divmod(hours, 24)
-    if d:
-        return f"{d}d{h:02d}h"
-    if h:
-        return f"{h}h{m:02d}m"
-    if m:
-        return f"{m}m{s:02d}s"
-    return f"{s}s"
 
 
 class Progress:
@@ -59,9 +41,7 @@ class Progress:
         if row["data/wait"] > 0.05:
             share = f"{row['data/wait']:.0%} of the time"
             parts.append(f"storage is too slow: {share} was spent waiting for data")
-        with contextlib.suppress(OSError):  # as in `say`
-            tqdm.write(time.strftime("%H:%M:%S ") + "  ".join(parts))
-            sys.stdout.flush()
+        say("  ".join(parts))
 
     def losses(self, row):
         """Words for the losses; after that of the validation its change since the line before."""

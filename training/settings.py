@@ -24,6 +24,11 @@ NEEDED_TO_RESUME = {"train_batch_size", "val_batch_size", "accumulation_steps"}
 NEEDED_TO_RESUME |= {"n_device_axis", "data"}
 # How a replica's share of the global batch is cut up, which changes no more than rounding.
 SPLIT = {"train_batch_size", "accumulation_steps", "microbatches", "microbatch_size"}
+# Of little text: the sequences that training and validation have at least, before they get shorter than the preset's,
+# down to SHORTEST tokens, and the steps that an epoch has at least, before these get fewer sequences.
+FEWEST = {"train": 32, "val": 4}
+SHORTEST = 16
+EPOCH = 8
 # {flag: values that meant another model before `utils.Model.revision` 1}
 CHANGED = dict(
     latent_conv=range(1, 65),  # weighed each channel of a rotary key apart
@@ -79,6 +84,7 @@ def settle(
     flags = follow(flags)
     flags = flags._replace(cfg=complete(flags.cfg, n_devices))
     flags = resume(flags, stored)
+    flags = fit_text(flags, stored or {}, shards)
     flags = flags._replace(cfg=split_batch(flags, stored, memory_share))
     check_vocabulary(flags, bool(weights or stored), shards)
     if stored is not None:
@@ -122,12 +128,13 @@ def complete(cfg, n_present):
         )
     most = 4 if pp > 1 else 1
     rounds = [n for n in range(1, most + 1) if cfg.model.blocks % (pp * n) == 0]
+    tenth = r.training_steps // 10
     return replace(
         cfg,
         n_device_axis=(dp, pp, tp),
         n_devices=n_devices,
         pp_interleave=r.pp_interleave or max(rounds, default=1),
-        save_steps=r.save_steps or 10 * r.eval_every,
+        save_steps=r.save_steps or r.eval_every * min(10, max(1, tenth // r.eval_every)),
     )
 
 
@@ -182,8 +189,87 @@ def follow_shards(flags, stored, shards):
     size = sizes.get(folder) or now
     if size <= now < PADDING * size:
         return flags
-    say(f"--vocab_size is {size} and not {now}, as the tokenizer of {folder} has it")
+    say(f"the vocabulary has {size:,} tokens and not {now:,}, as the tokenizer of {folder}")
     return flags.follow(vocab_size=size)
+
+
+def fit_text(flags, stored, shards):
+    """`flags` with shorter sequences, fewer of them in a step and in a validation batch, where `shards` hold too little
+    text for those of the preset. What was given stays, and what the run has that is resumed. A change is printed.
+
+    Of 3 KB, which are 1,800 tokens to train on and 200 to validate on, `tiny` makes sequences of 32 tokens and not of
+    128, 54 and 6 of them, and steps of 4 and not of 16: an epoch has 13.
+    """
+    if stored:
+        return flags.follow(T=stored.get("T", flags.cfg.model.T))
+    splits = {os.path.basename(folder) for _, folder, _ in shards}
+    if splits != {"train", "val"} or not all(manifest for *_, manifest in shards):
+        return flags  # nothing tells how much it is
+    before = flags.cfg
+    dp, pp, tp = before.run.n_device_axis
+    even = dp * pp  # which must divide a batch
+    T = before.model.T
+    if not (
+        before.run.init_from
+        and architectures.architecture(before.model.architecture).learns_positions
+    ):
+        while (
+            T % (2 * tp) == 0 and T > SHORTEST and not enough(shards, T, max(FEWEST["val"], even))
+        ):
+            T //= 2
+    flags = flags.follow(T=T)
+    held = sequences_in(shards, flags.cfg.model.T)
+    if "train_batch_size" not in flags.given:
+        most = held["train"] // EPOCH
+        flags = flags.follow(global_batch_size=halved(before.data.global_batch_size, even, most))
+    total = flags.cfg.data.global_batch_size
+    if held["val"] < total and not flags.given & {"train_batch_size", "val_batch_size"}:
+        flags = flags.follow(val_batch_size=halved(total, even, held["val"]) // dp)
+    tell_text(before, flags.cfg, shards)
+    return flags
+
+
+def sequences_in(shards, T):
+    """{split: sequences of T + 1 tokens} of shards as `dataset.manifests` lists them."""
+    held = dict.fromkeys(FEWEST, 0)
+    for _, folder, manifest in shards:
+        each = [max(0, (shard["tokens"] - 1) // T) for shard in manifest["shards"]]
+        held[os.path.basename(folder)] += sum(each)
+    return held
+
+
+def enough(shards, T, fewest_val):
+    """Whether shards hold sequences of T tokens enough to train and to validate, and each corpus one."""
+    held = sequences_in(shards, T)
+    if held["train"] < FEWEST["train"] or held["val"] < fewest_val:
+        return False
+    return all(any(sequences_in([shard], T).values()) for shard in shards)
+
+
+def halved(size, even, most):
+    """A batch of `size` sequences, halved while it has more than `most` and can be divided by `even`."""
+    while size > most and size % (2 * even) == 0:
+        size //= 2
+    return size
+
+
+def tell_text(before, now, shards):
+    """Print what `fit_text` changed."""
+    T, G, val = now.model.T, now.data.global_batch_size, now.data.val_batch_size
+    changed = []
+    if T != before.model.T:
+        changed.append(f"a sequence has {T} tokens and not {before.model.T}")
+    if G != before.data.global_batch_size:
+        changed.append(f"a step has {G} sequences and not {before.data.global_batch_size}")
+    if val != before.data.val_batch_size:
+        n = val * now.run.n_device_axis[0]
+        changed.append(f"a validation batch has {n} sequences and not {G}")
+    if changed:
+        held = []
+        for split, what in (("train", "to train on"), ("val", "to validate on")):
+            those = [manifest for _, folder, manifest in shards if folder.endswith(split)]
+            held.append(f"{sum(manifest['tokens'] for manifest in those):,} tokens {what}")
+        say(f"little text ({', '.join(held)}): {', '.join(changed)}")
 
 
 def check_vocabulary(flags, fixed, shards):
@@ -343,20 +429,22 @@ def cut_replica(cfg, given, accumulation):
     dp, pp, _ = cfg.run.n_device_axis
     parts = dp * accumulation
     train = d.global_batch_size // parts
-    val = d.val_batch_size
-    fitting = [n for n in divisors(math.gcd(train, val)) if n % pp == 0]
+    fitting = [n for n in divisors(train) if n % pp == 0]
     micro = d.microbatches if "microbatches" in given else 0
     if not micro:
         small = [n for n in fitting if train // n <= d.microbatch_size]
         micro = min(small, default=max(fitting, default=pp))
     if micro not in fitting:
-        those = ["microbatches", "val_batch_size", "train_batch_size", "accumulation_steps"]
+        those = ["microbatches", "train_batch_size", "accumulation_steps"]
         flag = next((flag for flag in those if flag in given), "n_device_axis")
-        sequences = f"{train} training and {val} validation" if val else train
         could = ", ".join(map(str, fitting[:5])) or "no number"
         raise UserError(
-            f"--{flag} {flatten(cfg)[flag]}: a replica's {sequences} sequences cannot be divided into {micro} "
-            f"microbatches on pp {pp} stages; {could} would do."
+            f"--{flag} {flatten(cfg)[flag]}: a replica's {train} sequences cannot be divided into {micro} microbatches "
+            f"on pp {pp} stages; {could} would do."
+        )
+    if d.val_batch_size % pp:
+        raise UserError(
+            f"--val_batch_size {d.val_batch_size}: must be a multiple of the pp {pp} stages."
         )
     return replace(
         cfg,

@@ -213,11 +213,15 @@ def batch_shape(cfg):
 
 
 def val_batch_shape(cfg):
-    """(parts that are evaluated one after another, sequences of each on all devices) of a validation batch."""
-    dp = cfg.run.n_device_axis[0]
-    if cfg.data.val_batch_size:
-        return 1, cfg.data.val_batch_size * dp
-    return cfg.run.accumulation_steps, cfg.data.train_batch_size * dp
+    """[parts, M, B] of the sequences of a validation batch over the whole mesh; its parts are evaluated one after
+    another. A microbatch is no larger than one of training."""
+    accumulation, M, B, _ = batch_shape(cfg)
+    dp, pp, _ = cfg.run.n_device_axis
+    own = cfg.data.val_batch_size  # sequences of a replica
+    if not own:
+        return accumulation, M, B
+    M = next(n for n in range(pp, own + 1, pp) if own % n == 0 and own // n <= B // dp)
+    return 1, M, own * dp // M
 
 
 def tokens_per_step(cfg):
@@ -247,26 +251,25 @@ def lower_train_step(cfg, mesh, abstract):
 def make_evaluate(cfg, mesh, corpus):
     """`evaluate(params)` -> {"loss/val_loss", "loss/val_cross_entropy_loss"} over eval_steps batches drawn from all
     validation shards: the same batches every time, whatever --seed. Raises UserError where there is less than one."""
-    n_parts, B = val_batch_shape(cfg)
-    M = cfg.data.microbatches
-    batch_size = n_parts * B
+    n_parts, M, B = val_batch_shape(cfg)
+    batch_size = n_parts * M * B
     n_batches = min(cfg.run.eval_steps, corpus.n_sequences // batch_size)
     if not n_batches:
         raise UserError(
             f"{corpus.folder} holds {corpus.n_sequences} sequences of {corpus.T + 1} tokens, but a validation batch "
-            f"has {batch_size}; give a smaller --val_batch_size or --T, or shards of more text."
+            f"has {batch_size}; use more text, fewer devices, or a smaller --val_batch_size or --T."
         )
     if n_batches < cfg.run.eval_steps:
         say(
-            f"validation: {corpus.folder} holds {n_batches} batches of {batch_size} sequences, so --eval_steps is "
-            f"{n_batches}"
+            f"validation: an evaluation takes {n_batches * batch_size} sequences and not "
+            f"{cfg.run.eval_steps * batch_size}, since {corpus.folder} holds no more"
         )
     n_parts *= n_batches
-    loss = jax.jit(model.make_loss(cfg, mesh, train=False))
+    loss = jax.jit(model.make_loss(utils.replace(cfg, microbatches=M), mesh, train=False))
     order = functools.partial(corpus.sequences, seed=0)
 
     def batch(i):
-        return put_batch(order, i * B, (1, M, B // M, corpus.T), mesh)
+        return put_batch(order, i * M * B, (1, M, B, corpus.T), mesh)
 
     def evaluate(params):
         batches = Prefetch(batch, range(n_parts), depth=n_parts)

@@ -1,17 +1,13 @@
 """What all sources of documents have in common, and what those have whose files hold records."""
 
-import contextlib
 import hashlib
 import os
-import sys
 import zlib
 from typing import NamedTuple
 
-from tqdm import tqdm
-
 from data.sources.text import DAMAGE
 from runtime.files import is_remote, persist
-from runtime.messages import UserError, first_line, masked
+from runtime.messages import UserError, first_line, say_aside
 
 ADVICE = "; replace it and rerun the same command to resume, or give --skip_damaged"
 SHOWN = 3  # warnings of one kind that are printed; the rest are counted
@@ -28,19 +24,13 @@ class Document(NamedTuple):
     lost: str = ""  # the count of the manifest that --skip_damaged adds to here; no text then
 
 
-def tell(words):
-    """Print words on stderr, beside a bar of progress: stdout may be one JSON object."""
-    with contextlib.suppress(OSError):  # as in `say_aside`
-        tqdm.write(masked(words), file=sys.stderr)
-
-
 def warn(kind, words):
     """Print a warning on stderr, at most SHOWN of each kind, and none twice: a source may be read twice."""
     printed = shown.setdefault(kind, [])
     if len(printed) < SHOWN and words not in printed:
         printed.append(words)
         more = " (further ones like it are only counted)" if len(printed) == SHOWN else ""
-        tell(f"warning: {words}{more}")
+        say_aside(f"warning: {words}{more}")
 
 
 def many(n, noun):
@@ -91,14 +81,15 @@ class Records:
     def cell(self, row, at):
         """What is in the column of a row, {column: value}: a str or None. Raises UserError where that is no text."""
         if not isinstance(row, dict):
-            has = f"holds {row!r:.40}, not an object with such a column"
+            has = f"holds {row!r:.40}, not an object with a column {self.column}"
         elif self.column not in row:
-            has = f"has no such column; it has {', '.join(row)}"
+            others = ", ".join(row)
+            has = f"has no column {self.column}, only {others}; name that of the text by --text_column"
         elif not isinstance(row[self.column], str | None):
-            has = f"holds {row[self.column]!r:.40}, not text"
+            has = f"holds {row[self.column]!r:.40} in its column {self.column}, which is no text"
         else:
             return row[self.column]
-        raise UserError(f"--text_column {self.column}: {at} {has}.")
+        raise UserError(f"--source: {at} {has}.")
 
     def damaged(self, error, count):
         """Warn of `error`, a UserError, and count what is lost by a Document; raise it without --skip_damaged."""

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from fsspec.implementations.local import LocalFileSystem
 
-from data.sources.base import Document, Source, many, shown, tell, warn_of_left_out
+from data.sources.base import Document, Source, many, shown, warn_of_left_out
 from data.sources.contents import TEXT, Contents, is_json, look
 from data.sources.files import documents_of, stdlib_documents, walk
 from data.sources.hub import find_dataset
@@ -19,7 +19,7 @@ from data.sources.rows import Rows, delimiter_of
 from data.sources.text import DAMAGE, content_of, not_text, read_text, stem
 from data.sources.values import Values
 from runtime.files import filesystem, is_remote, persist, read_file
-from runtime.messages import UserError, first_line
+from runtime.messages import UserError, first_line, say_aside
 
 # {what contents.py calls files of records: the subclass of base.Records that reads them}, in the order of documents
 KINDS = {"lines": Lines, "values": Values, "rows": Rows, "table": Tables}
@@ -75,10 +75,12 @@ def open_source(args):
     if not found and re.fullmatch(r"[\w.-]+/[\w.-]+", source) and not os.path.isdir(source):
         return open_dataset(args)
     contents = survey(fs, found)
-    if records := records_in(contents, args):
+    records, others = records_in(contents, found, args)
+    if records:
         return open_records(args, fs, root, found, contents, records)
     if is_local and (found or os.path.isdir(source)):
-        return open_texts(args, root, contents)
+        warn_of_left_out("file of records", others, f" without a column {args.text_column}")
+        return open_texts(args, root, {p: held for p, held in contents.items() if p not in others})
     if fs._strip_protocol(source) in found:
         return open_remote_text(args, *contents.items())
     what = "there is no such file or folder"
@@ -114,10 +116,12 @@ def survey(fs, paths):
         return dict(zip(paths, pool.map(contents_of, paths)))
 
 
-def records_in(contents, args):
-    """{path: one of KINDS} of the files that are read as records. Raises UserError where there are some, but not of
-    text. Beside source code, files of JSON or of rows that have no such column are texts, and so is each object."""
-    code = [path for path, held in contents.items() if held == TEXT and CODE.search(stem(path))]
+def records_in(contents, sizes, args):
+    """({path: one of KINDS} of the files that are read as records, [path] of those without the column of text). Raises
+    UserError where there are only the latter, and more in them than in texts beside them. Beside source code, files of
+    JSON or of rows that have no such column are texts, and so is each object. sizes: {path: bytes}."""
+    texts = [path for path, held in contents.items() if held == TEXT]
+    code = [path for path in texts if CODE.search(stem(path))]
     records, others = {}, []
     for path, held in contents.items():
         if held.kind == "web archive":
@@ -130,17 +134,17 @@ def records_in(contents, args):
             records[path] = held.kind
         elif held.kind in KINDS:
             others.append(path)
-    if others and not records and not code:
+    if code:
+        return records, []
+    bytes_of = [sum(sizes[path] for path in paths) for paths in (others, texts)]
+    if others and not records and bytes_of[0] > bytes_of[1]:
         columns = ", ".join(contents[others[0]].columns)
-        has = (
-            f"has no such column; it has {columns}"
-            if columns
-            else "holds no JSON objects with that column"
-        )
+        has = f"only {columns}" if columns else "as it holds no JSON objects with that column"
         raise UserError(
-            f"--text_column {args.text_column}: {others[0]} {has}; name the column of text, or move the file away."
+            f"--source {args.source}: {others[0]} has no column {args.text_column}, {has}; name that of the text by "
+            f"--text_column, or move the file away."
         )
-    return records
+    return records, others
 
 
 def readers(args, fs, found, records):
@@ -220,7 +224,7 @@ def open_dataset(args):
     """The records of a dataset of the hub."""
     fs, files, identity = find_dataset(args)
     contents = survey(fs, files)
-    records = records_in(contents, args)
+    records, _ = records_in(contents, files, args)
     if others := files.keys() - records.keys():
         raise UserError(
             f"--source {args.source}: {min(others)} holds no records; only those are read from the hub."
@@ -245,4 +249,4 @@ def tell_kinds(source, paths):
     kinds = Counter(map(ending_of, sorted(paths)))
     if len(kinds) > 1:
         words = ", ".join(f"{n:,} {kind}" for kind, n in kinds.most_common())
-        tell(f"--source {source}: {many(len(paths), 'file')}: {words}")
+        say_aside(f"--source {source}: {many(len(paths), 'file')}: {words}")

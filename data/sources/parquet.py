@@ -41,15 +41,16 @@ class Tables(Records):
                 types = dict(zip(table.schema_arrow.names, table.schema_arrow.types))
         except DAMAGE as e:
             return self.cannot_be_read(path, e)
-        has = f"has no such column; it has {', '.join(types)}"
+        others = ", ".join(types)
+        has = f"has no column {self.column}, only {others}; name that of the text by --text_column"
         if self.column in types:
             kind = types[self.column]
             if pyarrow.types.is_dictionary(kind):
                 kind = kind.value_type
             if str(kind) in TEXT_TYPES:
                 return None
-            has = f"holds {kind} there, not text; give a column of strings"
-        return UserError(f"--text_column {self.column}: {path} {has}.")
+            has = f"holds {kind} in its column {self.column}, which is no text"
+        return UserError(f"--source: {path} {has}.")
 
     def entries(self, path):
         if self.errors[path]:

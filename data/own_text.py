@@ -1,0 +1,103 @@
+"""Shards of a text of one's own: a tokenizer that is trained on it, unless one is given, and a name for both.
+
+`corpus_of("My Book.txt")` makes data/shards/My-Book and data/shards/My-Book.tiktoken, or finds them there.
+"""
+
+import contextlib
+import hashlib
+import os
+import re
+from dataclasses import dataclass, replace
+
+from data import manifest, tokenize_shards, train_tokenizer
+from data.command_line import VAL_FRACTION
+from data.output import Output
+from data.sources.kinds import WILDCARD
+from data.sources.text import compression_of
+from data.splits import SPLITS
+from runtime.messages import UserError, say
+from runtime.parser import flag
+
+SHARDS = "data/shards"
+
+
+@dataclass(frozen=True, kw_only=True)
+class How:
+    """Flags that say how text is read, as in data/tokenize_shards.py."""
+
+    text_column: str = "text"
+    """Column of a record that holds the text."""
+    skip_damaged: bool = False
+    """Leave out, report and count files and records that cannot be read."""
+    drop_duplicates: bool = False
+    """Leave out documents whose text is exactly that of an earlier one."""
+    val_fraction: float = flag(VAL_FRACTION, below=1)
+    """Share of the text that is held out for validation."""
+    lossy: bool = False
+    """Accept a tokenizer that loses more than 1% of the text."""
+
+
+def name_of(source):
+    """A name for the shards of a text and for a run on it: that of the file without its ending, or of the folder, of
+    characters that a run's name may have: "input (1).txt" -> "input-1", "corpus.v2.jsonl.gz" -> "corpus.v2"."""
+    if WILDCARD.search(source) and not os.path.exists(source):
+        source = os.path.dirname(WILDCARD.split(source)[0])
+    name = os.path.basename(os.path.abspath(source))
+    if os.path.isfile(source):
+        name, _ = os.path.splitext(name.removesuffix(compression_of(name)))
+    return re.sub(r"[^\w.+=@-]+", "-", name).strip(".-") or "text"
+
+
+def corpus_of(source, how, tokenizer="", vocab_size=None):
+    """(folder of the shards of a text, name for a run on it). What is missing of them is made.
+
+    source: as in data/tokenize_shards.py, on this machine. how: `How` it is read. tokenizer: as there; "": one is
+    trained on the text, of `vocab_size` tokens; None: of as many as the text is worth. Raises UserError.
+    """
+    try:
+        return make(source, how, tokenizer, vocab_size)
+    except UserError as e:  # which knows the flags of the programs that make shards
+        words = re.sub("--source(?=[: ])", "--data", re.sub("--output:? ", "", str(e)))
+        raise UserError(words) from None
+
+
+def make(source, how, tokenizer, vocab_size):
+    """`corpus_of`, with errors that name the flags of data/tokenize_shards.py."""
+    name = name_of(source)
+    if tokenizer:
+        name += "-" + name_of(os.path.basename(tokenizer)).removesuffix(".tiktoken")
+    elif vocab_size:
+        name += f"-{vocab_size}"
+    ours = tokenize_shards.Options(source=source, output="", tokenizer="", **vars(how))
+    name = free_name(name, tokenize_shards.settings_of_text(ours))
+    folder = os.path.join(SHARDS, name)
+    ranks = f"{folder}.tiktoken"
+    if not tokenizer and not os.path.exists(ranks):
+        reads = dict(text_column=how.text_column, skip_damaged=how.skip_damaged)
+        asked = dict(source=source, vocab_size=vocab_size, output=ranks, **reads)
+        train_tokenizer.make(train_tokenizer.Options(**asked))
+    tokenize_shards.tokenize(replace(ours, output=folder, tokenizer=tokenizer or ranks))
+    return folder, name
+
+
+def free_name(name, text):
+    """`name`, where its folder of shards is free or holds those of this text, of `tokenize_shards.settings_of_text`.
+    Another text of that name, or this one as it was before somebody changed it, keeps its shards and its runs: then
+    `name` with six digits of the text's own."""
+    held = settings_in(os.path.join(SHARDS, name))
+    if not held or all(held.get(key) == value for key, value in text.items()):
+        return name
+    own = f"{name}-{hashlib.sha256(repr(text).encode()).hexdigest()[:6]}"
+    say(f"{SHARDS}/{name} holds another text, or this one before it changed: this is {own}")
+    return own
+
+
+def settings_in(folder):
+    """{setting: value} of the shards in a folder, finished or not; {} where there are none, or damaged ones, which are
+    refused as they are opened."""
+    with contextlib.suppress(UserError):
+        for split in SPLITS:
+            if held := manifest.read(os.path.join(folder, split)):
+                return held
+        return Output(folder, None, {"val_fraction": 0}).load().get("settings", {})
+    return {}

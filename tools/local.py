@@ -1,0 +1,98 @@
+"""Train on this machine, from text: what `bash run.sh local` does once there is an environment.
+
+python tools/local.py --data input.txt
+
+It takes the flags of main.py, and those of data/own_text.py: How. Text that --data names is tokenized first; where
+nothing is named, Python's standard library is. Then main.py takes this process over.
+"""
+
+if __name__ == "__main__" and not __package__:
+    import begin
+
+import glob
+import math
+import os
+import re
+import sys
+
+import utils
+from data.own_text import How, corpus_of
+from runtime import interrupts, platforms
+from runtime.files import is_remote
+from runtime.messages import UserError, nearest, one_sentence
+from runtime.parser import read_words
+from training.command_line import flags_of_file
+
+STDLIB = "data/shards/stdlib"
+# By this flag XLA simulates devices, however the environment came by it.
+SIMULATES = "xla_force_host_platform_device_count"
+
+
+def main(argv):
+    """The command line of main.py for the flags in `argv`; the corpus is made where it is missing. Raises UserError."""
+    if {"-h", "--help"} & {*argv}:
+        return ["--preset", "tiny", *argv]
+    of_text, words = read_words(How, argv, "main.py", others=utils.Config)
+    how = How(**of_text)
+    given, _ = read_words(utils.Config, words, "main.py")
+    if "config" in given:
+        given = flags_of_file(given["config"], given) | given
+    if "preset" not in given:
+        words = ["--preset", "tiny", *words]
+    making = how, given.get("tokenizer", ""), given.get("vocab_size")
+    if "data" not in given:
+        folder = STDLIB
+        # what is there stays, also where another Python made it
+        if any(making[1:]) or how != How() or not is_made(folder):
+            folder, _ = corpus_of("stdlib", *making)
+        words += ["--data", folder]
+    elif is_text(given):
+        folder, name = corpus_of(given["data"], *making)
+        words += ["--data", folder]
+        if "name" not in given:
+            words += ["--name", name]
+    return [*words, *simulated(given)]
+
+
+def is_made(folder):
+    """Whether there are shards for training and for validation, whole ones: their manifests are written last."""
+    return all(os.path.isfile(f"{folder}/{split}/manifest.json") for split in ("train", "val"))
+
+
+def is_text(given):
+    """Whether --data, in the {flag: value} `given`, is text and no folder of shards. Raises UserError where there is no
+    such place."""
+    data = given["data"]
+    if is_remote(data) or "mix" in given:
+        return False
+    data = glob.escape(data) if os.path.exists(data) else data
+    if not glob.glob(data):
+        folder, name = os.path.split(data)
+        there = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
+        other = nearest(name, there)
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", data) and not other:
+            other = "; data/tokenize_shards.py makes shards of a dataset of the Hugging Face hub"
+        raise UserError(
+            f"--data {data}: there is no such file or folder; give a text file, a folder of text, or a folder of "
+            f"shards{other}."
+        )
+    return not glob.glob(f"{data}/train/*.npy") + glob.glob(f"{data}/*/train/*.npy")
+
+
+def simulated(given):
+    """The flag for as many simulated devices as a given mesh has, on a machine without an accelerator."""
+    n = math.prod(given.get("n_device_axis", ()))
+    if "n_device_axis" not in given or "n_devices" in given or not n:
+        return []
+    if platforms.accelerator() != "cpu" or SIMULATES in os.environ.get("XLA_FLAGS", ""):
+        return []
+    return ["--n_devices", str(n)]
+
+
+if __name__ == "__main__":
+    lost = "interrupted; rerun the same command to resume"
+    watched = interrupts.watch(lambda number: interrupts.end(128 + number, lost))
+    words = one_sentence(lambda: main(sys.argv[1:]))
+    watched()
+    # exec: signals reach main.py itself, which then writes a checkpoint
+    os.execv(sys.executable, [sys.executable, "main.py", *words])
