@@ -1,5 +1,5 @@
-// Runs the script of tools/page.html against a page at argv[2] with a document that only remembers, and prints what its
-// list and its tables show, as JSON.
+// Runs the scripts of tools/page.html against a page at argv[2] with a document that only remembers, and prints as JSON
+// what it shows: all runs, and after that none.
 const address = process.argv[2];
 
 class Element {
@@ -9,34 +9,40 @@ class Element {
   get selectedIndex() { return this.children.findIndex(child => child.value === this.value); }
   get text() { return this.textContent + this.children.map(child => child.text ?? child).join("|"); }
   append(...children) { this.children.push(...children); }
+  insertBefore(child, next) { this.children.splice(next ? this.children.indexOf(next) : this.children.length, 0, child); }
   replaceChildren(...children) { this.children = children; }
   addEventListener() {}
   setAttribute() {}
+  removeAllListeners() {}
+  on() {}
 }
 
 const known = new Map();
 const get = id => known.get(id) ?? known.set(id, new Element(id)).get(id);
-const metrics = ["loss/train_loss", "lr"].map(wanted => Object.assign(new Element("select"), { dataset: { wanted } }));
 const drawn = [];
 Object.assign(globalThis, {
-  document: {
-    getElementById: get, createElement: name => new Element(name), documentElement: null,
-    querySelectorAll: words => words === ".metric" ? metrics : [],
-  },
+  document: { getElementById: get, createElement: name => new Element(name), documentElement: null, querySelectorAll: () => [] },
   getComputedStyle: () => ({ getPropertyValue: () => "" }), matchMedia: () => new Element(),
-  location: { hash: "" }, addEventListener() {}, setInterval() {},
+  location: { hash: "#runs=all&first=loss%2Ftrain_loss&second=lr" }, history: { replaceState() {} }, addEventListener() {}, setInterval() {},
   Plotly: { react: (id, traces) => drawn.push([id, traces.map(({ name, x }) => [name, x.length])]) },
 });
 const before = Object.getOwnPropertyNames(Object.prototype).length;
 const there = globalThis.fetch;
 globalThis.fetch = (path, settings) => there(address + path, settings);
-get("x").value = "step";
+
+const now = () => Object.fromEntries(["list", "count", "plan", "flags", "state", "trouble", "heatwords"].map(id => [id, get(id).text]));
 
 (async () => {
   const page = await (await there(address)).text();
-  const script = page.split("<script>")[1].split("</script>")[0];
-  await new Function(`${script}; return new Promise(done => setTimeout(async () => { await show(); done(); }, 1500));`)();
+  const paths = [...page.matchAll(/<script src="(\/page[^"]*)">/g)].map(found => found[1]);
+  const scripts = await Promise.all(paths.map(async path => (await there(address + path)).text()));
+  const shown = new Function(`${scripts.join("\n")}; return { show, change };`)();
+  await shown.show();
+  const all = now(), cards = [...get("list").children];
+  await shown.show();
+  const stays = cards.length > 0 && cards.every((card, i) => card === get("list").children[i]);
+  shown.change({ runs: "", run: [] });
+  await shown.show();
   const polluted = Object.getOwnPropertyNames(Object.prototype).length - before;
-  const shown = Object.fromEntries(["list", "plan", "flags", "state"].map(id => [id, get(id).text]));
-  console.log(JSON.stringify({ ...shown, drawn, polluted }));
+  console.log(JSON.stringify({ ...all, none: now(), hidden: get("heat").hidden, stays, drawn, polluted }));
 })();

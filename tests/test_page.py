@@ -3,18 +3,24 @@
 import contextlib
 import json
 import os
+import random
+import re
 import shutil
 import subprocess
 import threading
 import urllib.request
 
+import numpy as np
 import pytest
 from conftest import ROOT, free_port, listens, refusal, wait_for
+from test_overfitting import FALLING as WORSE_TRAINING
+from test_overfitting import WORSE, rows_of
 from test_tools import make_run
 
 from runtime.files import to_json
 from runtime.outbox import Outbox
 from training import rows
+from training.overfitting import TRAINING
 
 uvicorn = pytest.importorskip("uvicorn", reason="bash setup_tpu.sh page")
 
@@ -96,7 +102,6 @@ def test_the_numbers_are_those_of_metrics_jsonl_and_nothing_is_written(folder, s
     assert more["columns"]["lr"] == [1.0, 8 / 7] and more["after"] == 6
     assert get(f"{served}/api/samples?run=run") == {"5": "--- 0\n<b>é\n"}
     assert urllib.request.urlopen(f"{served}/plotly.js").status == 200
-    assert b"Where the time" in urllib.request.urlopen(served).read()
     assert before == {p: p.stat().st_mtime_ns for p in folder.rglob("*")}
 
 
@@ -183,6 +188,39 @@ def test_it_says_whether_a_run_is_well(run, monkeypatch, rows, now, state, words
     assert said[0] == state and words in said[1], said
 
 
+def test_overfitting_is_said_with_the_best_checkpoint_that_there_is(run, monkeypatch):
+    monkeypatch.setattr(page.time, "time", lambda: 1000)
+    found = rows_of(WORSE, WORSE_TRAINING)
+    rows = [row(one["step"], one[TRAINING]) | one for one in found]
+    state, words = write(run, rows)
+    assert state == "overfit" and words.startswith("Finished at step 100 of 100")
+    assert words.endswith(
+        "Overfits since step 40: held-out loss rose from 3.2100 to 3.3400 while training loss fell."
+    )
+    assert run.about["held_out"] == (100, 3.34) and run.about["best"] == (40, 3.21)
+    for step, end in (
+        (60, "step 60 is the best checkpoint, at 3.2500."),
+        (40, "step 40 is the best checkpoint."),
+    ):
+        os.makedirs(f"{run.folder}/checkpoints/{step}")
+        run.refresh()
+        assert run.about["words"].endswith(f"while training loss fell; {end}")
+    state, words = write(run, [one for one in rows if one["step"] <= 80])
+    assert state == "well" and "verfit" not in words and run.about["best"] == (40, 3.21)
+
+
+def test_the_time_left_is_that_of_the_last_steps_at_their_pace(run):
+    slow = [row(n, time=10.0 * n, resumed=0) for n in range(1, 11)]
+    write(run, slow)
+    assert run.about["left"] == "15m00s"
+    write(run, [*slow, *(row(n, time=500.0 + n, resumed=1) for n in range(11, 41))])
+    assert run.about["left"] == "1m00s"
+    write(run, [*slow, row(11, time=500.0, resumed=1)])
+    assert run.about["left"] == "", "one step has no pace"
+    write(run, [row(100)])
+    assert run.about["left"] == ""
+
+
 def test_a_run_that_saved_all_and_ended_is_stopped_until_another_process_begins(run, monkeypatch):
     monkeypatch.setattr(page.time, "time", lambda: 1660)
     end = to_json(FALLING[-1] | {"time": 1063.0})
@@ -263,16 +301,162 @@ def test_a_run_whose_storage_does_not_answer_hides_no_other(hostile, monkeypatch
 
 def test_the_script_shows_runs_and_metrics_of_any_name(hostile):
     """In a document that only remembers: the browser's own is not everywhere."""
+    with serving(hostile) as address:
+        shown = in_node(f"{ROOT}/tests/page_in_node.js", address)
+    assert shown["trouble"] == "" and shown["state"].startswith("as of ") and not shown["polluted"]
+    drawn = dict(shown["drawn"][0][1])
+    assert shown["drawn"][0][0] == "plot_first"
+    assert drawn["__proto__"] == drawn["constructor"] == 8 and "\\xff" in shown["list"]
+    assert shown["stays"], "a refresh takes no focus away"
+    none = shown["none"]
+    assert none["heatwords"] == "No run is selected." and shown["hidden"], "no heat map stays"
+    assert none["count"].startswith("0 of ") and none["trouble"] == ""
+
+
+def in_node(*words):
+    """What a script prints as JSON."""
     node = shutil.which("node")
     if not node:
         pytest.skip("needs node")
-    with serving(hostile) as address:
-        words = [node, f"{ROOT}/tests/page_in_node.js", address]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=120)
-    shown = json.loads(done.stdout or "{}")
-    assert done.stderr == "" and shown["state"].startswith("as of ") and not shown["polluted"]
-    drawn = dict(dict(shown["drawn"])["plot0"])
-    assert drawn["__proto__"] == drawn["constructor"] == 8 and "\\xff" in shown["list"]
+    done = subprocess.run([node, *words], capture_output=True, text=True, timeout=120)
+    assert done.stderr == ""
+    return json.loads(done.stdout)
+
+
+def of_view(expression, **values):
+    """What an expression of tools/page_view.js's functions and of these values is."""
+    script = (ROOT / "tools/page_view.js").read_text()
+    names = "".join(f"const {name} = {json.dumps(value)};" for name, value in values.items())
+    return in_node("-e", f"{script}; {names} console.log(JSON.stringify({expression}))")
+
+
+def colors_of(runs):
+    return dict(of_view("[...slotsOf(runs)]", runs=runs))
+
+
+def test_a_run_keeps_its_color_whatever_began_after_it():
+    runs = [dict(name=f"lr-{n}e-3", started=1000.0 + n) for n in range(30)]
+    runs += [dict(name="broken", started=None), dict(name="broken too", started=None)]
+    colors = colors_of(runs)
+    assert len({*colors.values()}) == len(runs), "no two are alike"
+    assert all(colors[run["name"]] < 12 for run in runs[:10]), "ten have ten colors, not dashes"
+    assert colors_of(runs[::-1]) == colors
+    for n in (1, 5, 12):
+        first = colors_of(runs[:n])
+        assert first == {name: colors[name] for name in first}
+    changed = 0
+    for gone in range(10):
+        left = colors_of(runs[:gone] + runs[gone + 1 : 10])
+        changed += sum(left[name] != colors[name] for name in left)
+    assert changed / 10 < 2, "the name makes it, but for a few"
+
+
+def test_colors_and_words_are_seen_in_light_and_in_dark():
+    """Contrast as WCAG 2 has it: 3 of lines, 4.5 of words, on a card."""
+
+    def luminance(color):
+        parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return np.dot(linear, [0.2126, 0.7152, 0.0722])
+
+    css = (ROOT / "tools/page.css").read_text()
+    n_colors = of_view("COLORS")
+    for theme in re.findall(r":root \{(.*?)\}", css, re.DOTALL):
+        colors = dict(re.findall(r"--(\w+): (#\w{6})", theme))
+        lines = [f"run{n}" for n in range(n_colors)]
+        assert colors.keys() >= {*lines} and f"run{n_colors}" not in colors
+        least = dict.fromkeys([*lines, "edge"], 3.0)
+        least |= dict.fromkeys("text faint accent well done idle bad".split(), 4.5)
+        for name, contrast in least.items():
+            for behind in ("card", "back"):
+                bright = sorted(luminance(colors[one]) + 0.05 for one in (name, behind))
+                if behind == "card" or name == "faint":
+                    assert bright[1] / bright[0] >= contrast, (name, behind)
+
+
+VIEWS = [
+    {},
+    dict(run=[]),
+    dict(run=["a&b=c#d", "100%", "é,/", "__proto__"], x="hours", smooth="50", log="1"),
+    dict(runs="all", zoom="10,400", first_y=",3.5", first="load/expert_0", one="a b"),
+]
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_link_shows_the_same_view(view):
+    shown = of_view("{ ...DEFAULTS, ...view }", view=view)
+    assert of_view("viewOf(linkOf(shown))", shown=shown) == shown
+    assert (of_view("linkOf(shown)", shown=shown) == "") == (view == {})
+
+
+def test_ranges_are_read_as_far_as_they_make_sense():
+    words = [
+        "1,2",
+        " 1 , 2e3",
+        "5,",
+        ",5",
+        "0,1",
+        "",
+        ",",
+        "x",
+        "3,3",
+        "4,1",
+        "NaN,1",
+        "1,Infinity",
+    ]
+    found = of_view("words.map(rangeOf)", words=words)
+    ends = [[1, 2], [1, 2000], [5, None], [None, 5], [0, 1]]
+    assert found == [*ends, None, None, None, None, None, [None, 1], [1, None]]
+
+
+def test_smoothing_is_a_mean_of_what_came_before():
+    draw = random.Random(0)
+    steps = sorted(draw.sample(range(1000), 60))
+    values = [draw.gauss(3, 1) for _ in steps]
+    for over in (1, 20, 500):
+        found = of_view("smooth(steps, values, over)", steps=steps, values=values, over=over)
+        shares = [1.0] + [-np.expm1((a - b) / over) for a, b in zip(steps, steps[1:])]
+        for i, smoothed in enumerate(found):
+            weights = [shares[j] * np.exp((steps[j] - steps[i]) / over) for j in range(i + 1)]
+            assert smoothed == pytest.approx(np.average(values[: i + 1], weights=weights))
+    assert of_view("smooth([1, 2, 9], [4, 4, 4], 5)") == pytest.approx([4, 4, 4])
+
+
+def test_a_thinned_curve_keeps_its_ends_and_its_extremes():
+    draw = random.Random(0)
+    values = [draw.gauss(0, 1) for _ in range(5000)]
+    values[1234], values[4321] = 99, -99
+    at = of_view("thin(values, 500)", values=values)
+    assert at == sorted(set(at)) and len(at) <= 502
+    assert {0, 1234, 4321, 4999} <= {*at}
+    assert of_view("thin([3, 1, 2], 500)") == [0, 1, 2]
+    seen = of_view("[[2, 4], [2.5, null], null, [9, 12]].map(one => within([1, 2, 3, 4, 5], one))")
+    assert seen == [[0, 5], [1, 5], [0, 5], [5, 5]], "and one point more on each side"
+
+
+def test_what_differs_in_the_machine_is_no_flag_that_differs(folder):
+    config = json.loads((folder / "run" / "config.json").read_text())
+    machine = dict(n_devices=8, n_device_axis=[2, 2, 2], microbatches=5, train_batch_size=3)
+    machine |= dict(commit="other", data_fingerprint="other", cache_dir="/elsewhere")
+    machine |= dict(data=f"/mnt/{config['data']}", output_dir="/mnt/runs", name="other")
+    for more, flags in ((machine, []), (machine | dict(max_lr=0.5, seed=9), ["max_lr", "seed"])):
+        both = [page.flags_of(one) for one in (config, config | more)]
+        for i, names in enumerate((flags, machine.keys() - {"name"})):
+            found = of_view("differing(each)", each=[one[i] for one in both])
+            assert [row[0] for row in found] == sorted(names)
+
+
+def test_a_browser_runs_no_script_but_the_page_s_own(served):
+    html = (ROOT / "tools/page.html").read_text()
+    assert not re.search(r"<script(?![^>]* src=\"/)|<style| style=| on\w+=|https?://", html)
+    for path in ("/", "/page.js", "/api/runs", "/v1/models"):
+        headers = urllib.request.urlopen(served + path).headers
+        policy = headers["Content-Security-Policy"]
+        rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
+        assert rules["default-src"] == "'none'" and rules["script-src"] == "'self'"
+        assert "http" not in policy and "*" not in policy
+        assert headers["X-Content-Type-Options"] == "nosniff"
+        assert headers["Referrer-Policy"] == "no-referrer"
 
 
 def test_mistakes_get_a_sentence(tmp_path, monkeypatch):

@@ -34,9 +34,10 @@ from runtime.messages import UserError, first_line, one_sentence
 from runtime.parser import flag, place
 from tools import common
 from training.meter import spent_in
+from training.overfitting import evaluations, overfit
 from training.rows import NAME, PARTS, join_rows, parts_in, read_files, rows_in
 from training.runlog import SAMPLES, duration, end_of
-from training.settings import checkpoint_steps
+from training.settings import SPLIT, checkpoint_steps
 
 PACKAGES = "starlette", "uvicorn", "pydantic", "plotly"
 
@@ -70,6 +71,7 @@ import numpy as np
 import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -89,6 +91,30 @@ PIECE = 2**26  # bytes that are read of a file at once, and the most of one that
 PATIENCE = 20  # seconds after which the page is shown without a run whose storage has not answered
 RECENT = 100  # the last rows of the log, which show how a run is doing
 LOSS = "loss/train_loss"
+# flags that a run's config.json has of the machines, not of the training: the page shows them apart
+OF_MACHINES = SPLIT | {"val_batch_size", "n_device_axis", "n_devices", "pp_interleave"}
+OF_MACHINES |= {"num_processes", "data_fingerprint", "commit"}
+OF_MACHINES |= utils.flags_with("per_process")
+# What a browser may do with an answer: run the page's own script, and ask nobody but this server. plotly draws heat
+# maps as images of data: addresses, and sets style attributes.
+POLICY = {
+    "default-src": "'none'",
+    "script-src": "'self'",
+    "style-src": "'self'",
+    "style-src-attr": "'unsafe-inline'",
+    "img-src": "'self' data:",
+    "connect-src": "'self'",
+    "base-uri": "'none'",
+    "form-action": "'none'",
+    "frame-ancestors": "'none'",
+}
+HEADERS = {
+    "Content-Security-Policy": "; ".join(f"{kind} {where}" for kind, where in POLICY.items()),
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
 SMALL = "config.json", "plan.json", "samples.txt", "ended.json", LOCK  # files of a run
 
 
@@ -99,6 +125,12 @@ class Run:
     def __init__(self, folder, name):
         self.folder, self.name = folder, name
         self.config = {}
+        self.started = None  # when it first was, by time.time()
+        self.seen = (
+            None  # version and number of the rows when they were last looked at for these two:
+        )
+        self.evaluations = []  # of `overfitting.evaluations`
+        self.overfit = None  # of `overfitting.overfit`
         self._forget()
         self.tell("idle", "It is being read.")
 
@@ -118,8 +150,12 @@ class Run:
             with contextlib.suppress(FileNotFoundError):
                 self._read_rows(f"{self.folder}/{NAME}")
             self._read_parts()
-            state, words = health(self.rows, self.config, time.time(), self._ended())
+            self._evaluate()
+            self.started = self._first_start()
             found = self._measured() if self.rows else {}
+            state, words = health(self.rows, self.config, time.time(), self._ended())
+            if self.overfit and state != "bad":
+                state, words = "overfit", f"{words} {self._overfit_words()}"
         except Exception as e:  # the run of somebody else may hold anything
             return self.tell("bad", f"It cannot be read: {first_line(e)}")
         self.tell(state, words, **found)
@@ -127,7 +163,8 @@ class Run:
     def tell(self, state, words, **found):
         """Have the page list the run with this state and sentence. found: of `_measured`."""
         about = dict(name=self.name, version=self.version, n=len(self.rows))
-        self.about = about | dict(state=state, words=words, keys=[], spent={}) | found
+        about |= dict(state=state, words=words, started=self.started, keys=[], spent={})
+        self.about = about | found
 
     def _check_files(self):
         """Raises UserError where a local file would be read for ever, or would fill the memory."""
@@ -184,22 +221,61 @@ class Run:
         end = end_of(self.folder, self.rows)
         return end is not None and not is_held(self.folder)
 
+    def _first_start(self):
+        """When the run first started; without a row, when its config.json was written."""
+        if not self.rows:
+            return ask(f"{self.folder}/config.json", "modified").timestamp()
+        return self.rows[0].get("time", 0) - sum(spent_in(self.rows[0]).values())
+
+    def _evaluate(self):
+        """Look at new rows for evaluations, and whether the run overfits."""
+        now = self.version, len(self.rows)
+        if now != self.seen:
+            self.seen = now
+            self.evaluations = evaluations(self.rows)
+            self.overfit = overfit(self.rows)
+
+    def _overfit_words(self):
+        """A sentence on a run that overfits, with its best checkpoint."""
+        there = {*checkpoint_steps(self.folder)}
+        saved = [one for one in self.evaluations if one.step in there]
+        if not saved:
+            return f"{self.overfit.words}."
+        best = min(saved, key=lambda one: one.held_out)
+        loss = "" if best.step == self.overfit.step else f", at {best.held_out:.4f}"
+        return f"{self.overfit.words}; step {best.step:,} is the best checkpoint{loss}."
+
     def _measured(self):
-        """Names of the metrics, goodput, the beginning, tokens of a step, its measured and planned seconds."""
+        """Names of the metrics, goodput, evaluations as (step, held-out loss), the time left, tokens of a step, its
+        measured and planned seconds."""
         newest = self.rows[-1]
         evaluated = next((row for row in reversed(self.rows) if "loss/val_loss" in row), {})
+        best = min(self.evaluations, key=lambda one: one.held_out, default=None)
         spent = spent_in(newest)
+        left = seconds_left(self.rows, self.config.get("training_steps", math.nan))
         tokens = steps.tokens_per_step(common.stored_config(self.config))
         planned = read_json(self.folder, "plan.json").get("seconds", {}).get("step")
         speed = statistics.median(row["tokens_per_second"] for row in self.rows[-RECENT:])
         return dict(
             keys=sorted({*newest, *evaluated}),
             spent={part: seconds for part, seconds in spent.items() if part != "resting"},
-            started=newest.get("time", 0) - sum(spent.values()),
+            left=duration(left) if left > 0 else "",
             tokens=tokens,
             measured=tokens / speed,
             planned=planned if isinstance(planned, int | float) else None,
+            held_out=self.evaluations[-1][:2] if best else None,
+            best=best[:2] if best else None,
         )
+
+
+def seconds_left(rows, last):
+    """Seconds until step `last`, at the pace of the last steps, with evaluations and saves between them; nan where that
+    is not known."""
+    newest = rows[-1]
+    first = next(row for row in rows[-RECENT:] if row.get("resumed") == newest.get("resumed"))
+    n = newest["step"] - first["step"]
+    seconds = newest.get("time", math.nan) - first.get("time", math.nan)
+    return (last - newest["step"]) * seconds / n if n else math.nan
 
 
 def health(rows, config, now, ended=False):
@@ -378,7 +454,8 @@ class Answers:
         return as_json(dict(SAMPLES.findall(content.decode(errors="replace"))))
 
     def flags(self, request):
-        return as_json(self.run(request.query_params.get("run")).config)
+        flags, machine = flags_of(self.run(request.query_params.get("run")).config)
+        return as_json(dict(flags=flags, machine=machine))
 
     def known_models(self):
         """{name: what OpenAI's format tells of it} of all runs that have a checkpoint."""
@@ -447,6 +524,15 @@ class Answers:
         return as_json(about | dict(usage=answer.usage()))
 
 
+def flags_of(config):
+    """({flag: value} of a run's training, {fact: value} of its machines) in its config.json. Of the data the first has
+    the name, the second the place and the content."""
+    machine = {name: value for name, value in config.items() if name in OF_MACHINES}
+    flags = utils.leaving(config)
+    apart = OF_MACHINES - {"data"} | {"name"}
+    return {name: value for name, value in flags.items() if name not in apart}, machine
+
+
 def check_sender(http):
     """Raises `Refused` where another site's page sent a request: browsers name it, and let it send no JSON unasked."""
     origin = http.headers.get("origin")
@@ -490,14 +576,36 @@ async def stream(answer, about):
         answer.left = True
 
 
+class Headers:
+    """Puts HEADERS on every answer of an ASGI application."""
+
+    def __init__(self, app):
+        self.app = app
+
+    async def __call__(self, scope, receive, send):
+        async def send_with_headers(message):
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(HEADERS)
+            await send(message)
+
+        await self.app(scope, receive, send_with_headers)
+
+
+def file_route(address, path):
+    """The Route of a file of the page, of which a browser asks at each visit whether it is still the same."""
+    return Route(address, lambda _: FileResponse(path, headers={"Cache-Control": "no-cache"}))
+
+
 def make_app(runs, engine):
     here = os.path.dirname(os.path.realpath(__file__))
     (plotly,) = importlib.util.find_spec("plotly").submodule_search_locations
-    script = f"{plotly}/package_data/plotly.min.js"
     answers = Answers(runs, engine)
     routes = [
-        Route("/", lambda _: FileResponse(f"{here}/page.html")),
-        Route("/plotly.js", lambda _: FileResponse(script)),
+        file_route("/", f"{here}/page.html"),
+        file_route("/page.css", f"{here}/page.css"),
+        file_route("/page_view.js", f"{here}/page_view.js"),
+        file_route("/page.js", f"{here}/page.js"),
+        file_route("/plotly.js", f"{plotly}/package_data/plotly.min.js"),
         Route("/api/runs", answers.list),
         Route("/api/rows", answers.rows),
         Route("/api/samples", answers.samples),
@@ -513,7 +621,8 @@ def make_app(runs, engine):
     here_alone = Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
     kinds = Refused, UserError, HTTPException, ValueError, ClientDisconnect
     errors = dict.fromkeys(kinds, error_as_json)
-    return Starlette(routes=routes, middleware=[here_alone], exception_handlers=errors)
+    middleware = [Middleware(Headers), here_alone]
+    return Starlette(routes=routes, middleware=middleware, exception_handlers=errors)
 
 
 def main(options):
