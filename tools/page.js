@@ -133,7 +133,7 @@ function showList() {
     say(card.words, run.words);
     card.words.className = run.state;
     say(card.losses, lossesOf(run));
-    say(card.left, !run.left ? "" : ["well", "overfit"].includes(run.state) ? `${run.left} left` : `${run.left} to go`);
+    say(card.left, run.left ?? "");
     if (list.children[i] !== card.item) list.insertBefore(card.item, list.children[i] ?? null);
   });
   if (document.activeElement !== focused) focused?.focus({ preventScroll: true });
@@ -159,10 +159,13 @@ function draw(id, now, traces, more, moved) {
   now = JSON.stringify(now);
   if (drawn.get(id) === now) return;
   drawn.set(id, now);
-  Plotly.react(id, traces, layout(more), { displayModeBar: false, responsive: true, doubleClick: "autosize" });
+  Plotly.react(id, traces, layout(more), { displayModeBar: false, responsive: true, doubleClick: "autosize", showTips: false });
   $(id).removeAllListeners("plotly_relayout");
   if (moved) $(id).on("plotly_relayout", moved);
 }
+
+// A name for plotly, which takes some words in angle brackets for HTML.
+function plain(name) { return name.replaceAll("&", "&amp;").replaceAll("<", "&lt;"); }
 
 function nothing(words) { return [{ text: words, showarrow: false, xref: "paper", yref: "paper", x: .5, y: .5 }]; }
 
@@ -174,7 +177,7 @@ function tracesOf(run, columns, metric) {
   const line = (ys, more) => {
     const seen = all.slice(from, to), y = ys.slice(from, to), at = thin(y, POINTS);
     const color = style(`--run${run.slot % COLORS}`), dash = DASHES[Math.floor(run.slot / COLORS) % DASHES.length];
-    const points = { x: at.map(i => x[seen[i]]), y: at.map(i => y[i]), name: run.name, type: "scatter" };
+    const points = { x: at.map(i => x[seen[i]]), y: at.map(i => y[i]), name: plain(run.name), type: "scatter" };
     return { ...points, mode: at.length < 60 ? "lines+markers" : "lines", marker: { size: 4 }, line: { color, dash, width: 2 }, ...more };
   };
   const raw = all.map(i => values[i]);
@@ -198,7 +201,7 @@ async function showCurves() {
   for (const chart of METRICS) {
     const metric = view[chart], y = view[`${chart}_y`], traces = shown.flatMap((run, j) => tracesOf(run, columns[j], metric));
     const isEmpty = !traces.some(trace => trace.x.length);
-    const range = axisRange(y, isLog), words = shown.length ? `No numbers of ${metric} here.` : "No run is selected.";
+    const range = axisRange(y, isLog), words = shown.length ? "No such numbers yet." : "No run is selected.";
     $(`plot_${chart}`).setAttribute("aria-label", `${metric} over ${scale} of ${shown.map(run => run.name).join(", ") || "no run"}`);
     draw(`plot_${chart}`, [now, metric, y], traces, {
       showlegend: false, annotations: isEmpty ? nothing(words) : [],
@@ -224,14 +227,15 @@ function showTime() {
   const whole = shown.map(run => Object.values(run.spent).reduce((a, b) => a + b, 0));
   const traces = Object.entries(PARTS).map(([part, [name, fill]]) => ({
     type: "bar", orientation: "h", name, y: shown.map((run, i) => i), x: shown.map((run, i) => 100 * run.spent[part] / whole[i]),
-    marker: { color: fill }, customdata: shown.map(run => [run.name, run.spent[part]]),
+    marker: { color: fill }, customdata: shown.map(run => [plain(run.name), run.spent[part]]),
     hovertemplate: "%{customdata[0]}: %{x:.1f}% " + name + ", %{customdata[1]:,.0f} s<extra></extra>",
   }));
+  const words = selected().length ? "No time is measured yet." : "No run is selected.";
   $("time").style.height = `${130 + 30 * shown.length}px`;
-  draw("time", shown.map(run => [run.name, run.spent]), traces, {
+  draw("time", [words, shown.map(run => [run.name, run.spent])], traces, {
     barmode: "stack", legend: { orientation: "h", traceorder: "normal", y: 1.02, yanchor: "bottom" }, margin: { l: 55, r: 15, t: 60, b: 35 },
-    xaxis: { range: [0, 100], ticksuffix: "%", fixedrange: true }, bargap: .35, annotations: shown.length ? [] : nothing("No time is measured yet."),
-    yaxis: { autorange: "reversed", tickvals: shown.map((run, i) => i), ticktext: shown.map(run => run.name), fixedrange: true },
+    xaxis: { visible: shown.length > 0, range: [0, 100], ticksuffix: "%", fixedrange: true }, bargap: .35, annotations: shown.length ? [] : nothing(words),
+    yaxis: { visible: shown.length > 0, autorange: "reversed", tickvals: shown.map((run, i) => i), ticktext: shown.map(run => plain(run.name)), fixedrange: true },
   });
 }
 
@@ -260,6 +264,7 @@ async function showSamples(run) {
   const steps = Object.keys(texts).sort((a, b) => b - a);
   const newest = $("sampled").selectedIndex <= 0;
   setOptions($("sampled"), steps, newest ? steps[0] : $("sampled").value);
+  $("steps").hidden = !steps.length;
   say($("samples"), texts[$("sampled").value] ?? "No samples yet.");
 }
 
@@ -271,8 +276,9 @@ async function showTables() {
     [run.name, run.measured ? Math.round(run.tokens / run.measured).toLocaleString("en") : "–", seconds(run.measured), seconds(run.planned)]), "No run is selected.");
   const found = await Promise.all(shown.map(flagsOf));
   for (const kind of ["flags", "machine"]) {
-    const rows = differing(found.map(one => one[kind])).map(row => row.map(cell => cell === undefined ? "–" : cell.replace(/^"(.*)"$/, "$1")));
-    showTable(kind, [kind === "flags" ? "flag" : "", ...names], rows, shown.length > 1 ? "None." : "Select two runs or more.");
+    const words = cell => cell === undefined ? "–" : cell.replace(/^"(.*)"$/, "$1").replace(/([0-9a-f]{12})[0-9a-f]{20,}/, "$1");  // no whole hash
+    const rows = differing(found.map(one => one[kind])).map(row => row.map(words));
+    showTable(kind, [kind === "flags" ? "flag" : "what", ...names], rows, shown.length > 1 ? "None." : "Select two runs or more.");
   }
 }
 
@@ -348,7 +354,7 @@ function moveToken(event) {
 
 function showToken(text, chance, likely) {
   const token = element("span", text, { className: "token", tabIndex: document.querySelector(".token") ? -1 : 0 });
-  token.style.background = `color-mix(in srgb, var(--bad) ${Math.round(Math.min(55, -8 * Math.log(chance)))}%, transparent)`;
+  token.style.background = `color-mix(in srgb, var(--bad) ${Math.round(Math.min(45, -8 * Math.log(chance)))}%, transparent)`;
   token.setAttribute("aria-describedby", "likely");
   const point = () => {
     const rows = Object.entries(likely).sort((a, b) => b[1] - a[1]).map(([t, p]) => [JSON.stringify(t), percent(Math.exp(p))]);
@@ -402,6 +408,8 @@ async function showModels() {
   setOptions($("model"), data.map(model => model.id), view.model);
   const model = data.find(one => one.id === $("model").value);
   say($("sampler"), model ? `It continues the prompt from ${model.owned_by} of ${model.id}.` : "No run has a checkpoint yet.");
+  const run = runs.find(run => run.name === $("model").value);
+  if (run && !$("prompt").value) $("prompt").value = (await flagsOf(run)).flags.prompt ?? "";
 }
 
 // --- Both
@@ -413,6 +421,7 @@ function openTab() {
     view.tab === name ? tab.setAttribute("aria-current", "page") : tab.removeAttribute("aria-current");
     $(name).hidden = view.tab !== name;
   }
+  if (view.tab === "try") say($("state"), "");
   (view.tab === "try" ? showModels() : show()).catch(error => say($("trouble"), error.message));
 }
 

@@ -154,6 +154,8 @@ class Run:
             self.started = self._first_start()
             found = self._measured() if self.rows else {}
             state, words = health(self.rows, self.config, time.time(), self._ended())
+            if found.get("left"):
+                found["left"] += " left, once it resumes" if state == "idle" else " left"
             if self.overfit and state != "bad":
                 state, words = "overfit", f"{words} {self._overfit_words()}"
         except Exception as e:  # the run of somebody else may hold anything
