@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, free_port, listens, refusal, wait_for
 from test_overfitting import FALLING as WORSE_TRAINING
-from test_overfitting import WORSE, rows_of
+from test_overfitting import FOUND, WORSE, rows_of
 from test_tools import make_run
 
 from runtime.files import to_json
@@ -194,9 +194,7 @@ def test_overfitting_is_said_with_the_best_checkpoint_that_there_is(run, monkeyp
     rows = [row(one["step"], one[TRAINING]) | one for one in found]
     state, words = write(run, rows)
     assert state == "overfit" and words.startswith("Finished at step 100 of 100")
-    assert words.endswith(
-        "Overfits since step 40: held-out loss rose from 3.2100 to 3.3400 while training loss fell."
-    )
+    assert words.endswith(f"{FOUND.words}.") and run.checkpoint() is None
     assert run.about["held_out"] == (100, 3.34) and run.about["best"] == (40, 3.21)
     for step, end in (
         (60, "step 60 is the best checkpoint, at 3.2500."),
@@ -204,9 +202,12 @@ def test_overfitting_is_said_with_the_best_checkpoint_that_there_is(run, monkeyp
     ):
         os.makedirs(f"{run.folder}/checkpoints/{step}")
         run.refresh()
-        assert run.about["words"].endswith(f"while training loss fell; {end}")
+        assert run.about["words"].endswith(f"{FOUND.words}; {end}")
+    os.makedirs(f"{run.folder}/checkpoints/100")
+    assert run.checkpoint() == 40
     state, words = write(run, [one for one in rows if one["step"] <= 80])
     assert state == "well" and "verfit" not in words and run.about["best"] == (40, 3.21)
+    assert run.checkpoint() == 100, "the newest"
 
 
 def test_the_time_left_is_that_of_the_last_steps_at_their_pace(run):

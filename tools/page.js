@@ -407,8 +407,8 @@ async function showModels() {
   data.sort((a, b) => place(a) - place(b));
   setOptions($("model"), data.map(model => model.id), view.model);
   const model = data.find(one => one.id === $("model").value);
-  say($("sampler"), model ? `It continues the prompt from ${model.owned_by} of ${model.id}.` : "No run has a checkpoint yet.");
-  const run = runs.find(run => run.name === $("model").value);
+  const run = runs.find(run => run.name === $("model").value), which = run?.state === "overfit" ? ", the best one, as it overfits" : "";
+  say($("sampler"), model ? `It continues the prompt from ${model.owned_by} of ${model.id}${which}.` : "No run has a checkpoint yet.");
   if (run && !$("prompt").value) $("prompt").value = (await flagsOf(run)).flags.prompt ?? "";
 }
 

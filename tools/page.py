@@ -237,15 +237,23 @@ class Run:
             self.evaluations = evaluations(self.rows)
             self.overfit = overfit(self.rows)
 
+    def checkpoint(self):
+        """Step of the checkpoint that is sampled: the best of a run that overfits, else the newest; None without one.
+        Raises UserError."""
+        there = checkpoint_steps(self.folder)
+        saved = [one for one in self.evaluations if one.step in there]
+        if self.overfit and saved:
+            return min(saved, key=lambda one: one.held_out).step
+        return next(iter(there), None)
+
     def _overfit_words(self):
         """A sentence on a run that overfits, with its best checkpoint."""
-        there = {*checkpoint_steps(self.folder)}
-        saved = [one for one in self.evaluations if one.step in there]
-        if not saved:
+        step = self.checkpoint()
+        losses = {one.step: one.held_out for one in self.evaluations}
+        if step not in losses:
             return f"{self.overfit.words}."
-        best = min(saved, key=lambda one: one.held_out)
-        loss = "" if best.step == self.overfit.step else f", at {best.held_out:.4f}"
-        return f"{self.overfit.words}; step {best.step:,} is the best checkpoint{loss}."
+        loss = "" if step == self.overfit.step else f", at {losses[step]:.4f}"
+        return f"{self.overfit.words}; step {step:,} is the best checkpoint{loss}."
 
     def _measured(self):
         """Names of the metrics, goodput, evaluations as (step, held-out loss), the time left, tokens of a step, its
@@ -464,7 +472,8 @@ class Answers:
         found = {}
         for run in self.runs.look().values():
             with contextlib.suppress(UserError, OSError):  # nobody can ask a damaged one
-                for step in checkpoint_steps(run.folder)[:1]:
+                step = run.checkpoint()
+                if step is not None:
                     about = dict(object="model", created=0, owned_by=f"step {step}")
                     found[run.name] = dict(id=run.name, **about)
         return found
