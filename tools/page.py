@@ -30,13 +30,13 @@ import utils
 from runtime import platforms
 from runtime.files import ask, check_ends, filesystem, is_remote, read_file, read_json, to_json
 from runtime.locks import LOCK, is_held
-from runtime.messages import UserError, first_line, one_sentence
+from runtime.messages import UserError, duration, first_line, one_sentence
 from runtime.parser import flag, place
 from tools import common
 from training.meter import spent_in
-from training.overfitting import evaluations, overfit
+from training.overfitting import evaluations, overfit_in
 from training.rows import NAME, PARTS, join_rows, parts_in, read_files, rows_in
-from training.runlog import SAMPLES, duration, end_of
+from training.runlog import SAMPLES, end_of
 from training.settings import SPLIT, checkpoint_steps
 
 PACKAGES = "starlette", "uvicorn", "pydantic", "plotly"
@@ -130,7 +130,7 @@ class Run:
             None  # version and number of the rows when they were last looked at for these two:
         )
         self.evaluations = []  # of `overfitting.evaluations`
-        self.overfit = None  # of `overfitting.overfit`
+        self.overfit = None  # of `overfitting.overfit_in`
         self._forget()
         self.tell("idle", "It is being read.")
 
@@ -235,7 +235,7 @@ class Run:
         if now != self.seen:
             self.seen = now
             self.evaluations = evaluations(self.rows)
-            self.overfit = overfit(self.rows)
+            self.overfit = overfit_in(self.evaluations)
 
     def checkpoint(self):
         """Step of the checkpoint that is sampled: the best of a run that overfits, else the newest; None without one.
