@@ -13,7 +13,7 @@ MINUTES = """
     --model_dimension 128 --vocab_size 8192 --n_head 4 --blocks 4 --T 128 --model_dtype float32
     --global_batch_size 32 --microbatch_size 2 --max_lr 1.5e-3 --embedding_lr 16 --warmup_steps 30
     --training_steps 280 --adam_b2 0.99 --weight_decay 0 --eval_every 40
-    --prompt 'def ' --data data/shards/stdlib
+    --prompt class --data data/shards/stdlib
 """
 # Muon to a rate of 0
 MUON = "--optimizer muon --schedule linear --end_lr 0 --embedding_lr 1.75"

@@ -88,7 +88,7 @@ def encode_document(encoding, dtype, skip, val_fraction, validation, document):
         home["empty_documents"] = 1
         return Encoded(ids, counts)
     warning = ()
-    if replaced:
+    if replaced and not document.is_known:
         home.update(replaced_documents=1, replaced_characters=replaced)
         name = document.name if document.path else f"document {document.name}"
         words = f"{name} is not UTF-8: {many(replaced, 'character')} became U+FFFD (iconv -t utf-8 keeps them)"

@@ -23,6 +23,7 @@ from planning.machines import Machine, TooLarge, parse_machine
 from runtime.chips import CHIPS, chip_of
 from runtime.files import check_place, write_file, write_json
 from runtime.messages import UserError, say, size
+from runtime.pulse import Pulse
 from training import settings, steps
 
 COMPILED = 4  # configurations that --search compiles
@@ -421,13 +422,14 @@ def main(flags):
     compiler = not asked.by_formulas and machines.has_compiler(machine)
     if compiler:
         machines.devices_of(machine)  # a slice that does not exist is refused before the search
-    if asked.search:
-        found = search(cfg, machine, compiler)
-    elif compiler:
-        say(f"compiling the step for {machine.name}")
-        found = [compiled_answer(cfg, machine)]
-    else:
-        found = [answer(cfg, machine)]
+    with Pulse(f"planning for {machine.name}"):
+        if asked.search:
+            found = search(cfg, machine, compiler)
+        elif compiler:
+            say(f"compiling the step for {machine.name}")
+            found = [compiled_answer(cfg, machine)]
+        else:
+            found = [answer(cfg, machine)]
     a = found[0]
 
     if not compiler and not asked.by_formulas:

@@ -1,5 +1,6 @@
 """A sign of life while a program is at work and prints nothing."""
 
+import os
 import sys
 import threading
 import time
@@ -12,6 +13,11 @@ PAUSE = 10  # seconds without a line, after which one is printed where there is 
 LATER = 60  # the same after the first HOUR, so that the log of days stays short
 HOUR = 3600
 BEAT = 0.5  # seconds between two looks
+
+
+def has_terminal():
+    """Whether stderr is a terminal that has room: one of no columns, as programs make them, shows no bar."""
+    return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
 
 
 class Pulse:
@@ -27,7 +33,7 @@ class Pulse:
         self.began = time.monotonic()
         if "total" not in settings:
             settings["bar_format"] = "{desc}"
-        self.bar = tqdm(disable=not sys.stderr.isatty(), leave=False, **settings)
+        self.bar = tqdm(disable=not has_terminal(), leave=False, **settings)
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
         self.thread.start()

@@ -866,8 +866,8 @@ def test_samples_fit_in_short_sequences_unless_their_length_was_given():
         ids = settings.prompt_ids(cfg, BYTES)
         return cfg.sample.max_tokens, None if ids is None else ids.tolist()
 
-    prompt = [256, *b"def "]
-    assert fitted(128) == (64, prompt) and fitted(64) == (59, prompt) and fitted(6) == (1, prompt)
+    prompt = [256, *b"class"]
+    assert fitted(128) == (64, prompt) and fitted(64) == (58, prompt) and fitted(7) == (1, prompt)
     assert fitted(3) == (1, prompt[:2]) and fitted(2) == (1, prompt[:1]) and fitted(1) == (64, None)
     assert fitted(8, "max_tokens", max_tokens=6) == (6, prompt[:2])
     for given in ("max_tokens", "prompt"):

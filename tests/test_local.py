@@ -53,6 +53,7 @@ ADDED = {  # flags, and what main.py gets
     "--n_device_axis 0 2 1": f"--preset tiny --n_device_axis 0 2 1 {STDLIB}",
     "--data gs://b/c": "--preset tiny --data gs://b/c",
     "--bucket-name=gs://b/c": "--preset tiny --bucket-name=gs://b/c",
+    "--preset list": "--preset list",
     "--help --wandb": "--preset tiny --help --wandb",
 }
 

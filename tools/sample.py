@@ -1,6 +1,6 @@
 """Text from the newest checkpoint of a run or from a model in the Hugging Face format.
 
-python tools/sample.py runs/tiny --prompt "def " "import os" --max_tokens 100
+python tools/sample.py runs/tiny --prompt "def" "import os" --max_tokens 100
 python tools/sample.py runs/tiny                                    # continues what is typed, line by line
 
 Prompts of all lengths are one batch, decoded with a cache on any mesh. Text goes to stdout as it comes, row after row;
