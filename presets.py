@@ -11,7 +11,7 @@ from utils import Config, replace
 # a model of 2M parameters, and minutes of training on two CPU cores, on the embedded corpus
 MINUTES = """
     --model_dimension 128 --vocab_size 8192 --n_head 4 --blocks 4 --T 128 --model_dtype float32
-    --global_batch_size 32 --microbatch_size 2 --max_lr 1.5e-3 --embedding_lr 16 --warmup_steps 30
+    --global_batch_size 32 --microbatch_size 16 --max_lr 1.5e-3 --embedding_lr 16 --warmup_steps 30
     --training_steps 280 --adam_b2 0.99 --weight_decay 0 --eval_every 40
     --prompt class --data data/shards/stdlib
 """

@@ -737,14 +737,14 @@ def divided(words, n=1, **how):
 
 
 DIVIDED = {  # words, devices, and how the batch is divided
-    ("--preset tiny", 1): dict(G=16, B=16, M=8, val=0),
-    ("--preset tiny --n_device_axis 2 2 2", 8): dict(G=16, B=8, M=4, val=0),
-    ("--preset tiny --train_batch_size 6", 2): dict(G=12, B=6, M=3),
+    ("--preset tiny --microbatch_size 2", 1): dict(G=16, B=16, M=8, val=0),
+    ("--preset tiny --microbatch_size 2 --n_device_axis 2 2 2", 8): dict(G=16, B=8, M=4, val=0),
+    ("--preset tiny --microbatch_size 2 --train_batch_size 6", 2): dict(G=12, B=6, M=3),
     ("--preset tiny --train_batch_size 6 --accumulation_steps 3", 2): dict(G=36, B=6, A=3),
     ("--preset tiny --accumulation_steps 4", 2): dict(G=16, B=2, A=4),
     ("--preset tiny --microbatches 2", 1): dict(G=16, M=2),
     ("--preset tiny --microbatch_size 3", 1): dict(G=16, M=8),
-    ("--preset tiny --val_batch_size 6", 1): dict(G=16, val=6, M=8),
+    ("--preset tiny --microbatch_size 2 --val_batch_size 6", 1): dict(G=16, val=6, M=8),
     ("--preset tiny --global_batch_size 48 --train_batch_size 8", 2): dict(G=48, A=3),
     ("--preset jaxformer-small", 1): dict(G=32, B=8, A=4, M=1),
     ("--preset jaxformer-small", 16): dict(G=32, B=1, A=2, M=1),
@@ -786,7 +786,7 @@ def test_a_batch_that_a_device_has_no_room_for_is_accumulated():
     def share(cfg):
         return cfg.data.train_batch_size / 4
 
-    assert divided("--preset tiny", memory_share=share) == dict(G=16, dp=1, A=4, B=4, val=0, M=2)
+    assert divided("--preset tiny", memory_share=share) == dict(G=16, dp=1, A=4, B=4, val=0, M=1)
     assert divided("--preset tiny --n_device_axis 4 1 1", 4, memory_share=share)["A"] == 1
     assert divided("--preset tiny --accumulation_steps 2", memory_share=share)["A"] == 2
     assert divided("--preset tiny --train_batch_size 16", memory_share=share)["A"] == 1
@@ -821,7 +821,7 @@ def test_a_file_of_flags_keeps_its_global_batch_on_another_mesh(tmp_path):
     words = f"--config {path}"
     assert divided(words, 2) == divided("--preset tiny --global_batch_size 24", 2)
     assert divided(f"{words} --n_device_axis 4 1 1", 4)["G"] == 24
-    assert divided(f"{words} --accumulation_steps 3", 2) == dict(G=24, dp=2, A=3, B=4, val=0, M=2)
+    assert divided(f"{words} --accumulation_steps 3", 2) == dict(G=24, dp=2, A=3, B=4, val=0, M=1)
     assert divided(f"{words} --train_batch_size 3 --accumulation_steps 2", 2)["G"] == 12
     assert divided(f"{words} --global_batch_size 8", 2)["B"] == 4
 
