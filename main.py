@@ -23,7 +23,15 @@ from importlib import import_module
 import utils
 from runtime import files, platforms
 from runtime.files import check_run_path, is_remote, write_file
-from runtime.messages import Unavailable, UserError, duration, one_sentence, say, say_error
+from runtime.messages import (
+    Unavailable,
+    UserError,
+    duration,
+    one_sentence,
+    put_line,
+    say,
+    say_error,
+)
 from runtime.outbox import attempt
 from runtime.pulse import Pulse
 from training import command_line
@@ -70,11 +78,13 @@ def main(flags, began=None, pulse=None):
     goodput = Goodput(began or time.time())
     with pulse or Pulse("starting") as pulse:
         pulse.doing = goodput.now
-        return settle(flags, goodput, pulse)
+        if jax.process_index():  # one of many tells of all
+            pulse.close()
+        return begin(flags, goodput, pulse)
 
 
-def settle(flags, goodput, pulse):
-    """`main`: look at all that the flags name, settle them, and train."""
+def begin(flags, goodput, pulse):
+    """`main`: open what the flags name, settle them by it, and train."""
     asked = flags.cfg  # not settled: only what no run, no data and no device changes is read of it
     settings.check_names(asked)  # before anything is written there
     processes.on_all(lambda: check_run_path(asked.run.folder, "--output_dir"))
@@ -544,8 +554,9 @@ def tell_next(training):
         say(
             f"{overfit.words}; more text would help, or fewer steps. The commands below take the best checkpoint."
         )
+    lines = []
     for text in list(dict.fromkeys(training.texts))[:SHOWN]:
-        print("\n" + textwrap.indent(text.strip(), "  | ", lambda line: True))
+        lines += ["", textwrap.indent(text.strip(), "  | ", lambda line: True)]
     python = python_in_words()
     prompt = shlex.quote(cfg.sample.prompt)
     folder = shlex.quote(cfg.run.folder)
@@ -556,7 +567,8 @@ def tell_next(training):
         hugging_face.format_to_export(cfg.model.architecture)
         exported = shlex.quote(f"exported/{cfg.run.name}")
         commands.append(f"{python} tools/hf.py export {folder} {exported}")
-    print("\nnext:", *commands, sep="\n  ", flush=True)
+    lines += ["", "next:", *(f"  {command}" for command in commands)]
+    put_line("\n".join(lines), sys.stdout)
 
 
 def python_in_words():

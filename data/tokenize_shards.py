@@ -151,7 +151,7 @@ def write(args, source, output, encoding):
         documents = many(writer.totals["documents"], "document")
         summaries.append(f"{split} {writer.manifest()['tokens']:,} tokens of {documents}")
     if n := totals["duplicate_documents"]:
-        how = "left out" if args.drop_duplicates else "kept (--drop_duplicates leaves them out)"
+        how = "left out" if args.drop_duplicates else "kept"
         summaries.append(f"{many(n, 'exact duplicate')} {how}")
     return ", ".join(summaries)
 

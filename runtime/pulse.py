@@ -63,9 +63,11 @@ class Pulse:
                 messages.say(words)
 
     def close(self):
+        """Show nothing from now on."""
         self.over.set()
         self.thread.join()
         self.bar.close()
+        self.bar.disable = True
 
     def __enter__(self):
         return self

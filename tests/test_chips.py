@@ -34,8 +34,8 @@ def test_a_device_is_one_chip():
 @pytest.mark.parametrize(
     "chip, given, dtype, said",
     [
-        ("T4", [], "float32", "--model_dtype is float32"),
-        ("V100", [], "float32", "--model_dtype is float32"),
+        ("T4", [], "float32", "the model is float32 too"),
+        ("V100", [], "float32", "the model is float32 too"),
         ("T4", ["model_dtype"], "bfloat16", "saves memory here, no time"),
         ("L4", [], "bfloat16", ""),
         ("unknown", [], "bfloat16", ""),

@@ -170,7 +170,7 @@ def follow_dtype(flags, stored, device_kind):
     if not device or flags.cfg.model.model_dtype != "bfloat16":
         return flags
     given = "model_dtype" in flags.given
-    then = "bfloat16 saves memory here, no time" if given else "--model_dtype is float32"
+    then = "bfloat16 saves memory here, no time" if given else "the model is float32 too"
     say(f"{device} does not multiply in bfloat16, XLA does so in float32: {then}")
     return flags.follow(model_dtype="float32")
 
