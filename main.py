@@ -400,8 +400,9 @@ def print_setup(cfg, corpus, val_corpus):
     say(f"parameters: {steps.count_in_words(cfg)}")
     shares = corpus.shares / corpus.shares.sum(1, keepdims=True)
     for part, (first, *later) in zip(corpus.corpora, shares.T):
-        words = f"data: {part.n_sequences:,} sequences of {part.T} tokens in {part.folder}, "
-        words += f"{first:.3%} of each step's"
+        words = f"data: {part.n_sequences:,} sequences of {part.T} tokens in {part.folder}"
+        if len(corpus.corpora) > 1:
+            words += f", {first:.3%} of each step's"
         for border, share in zip(corpus.borders, later):
             words += f", {share:.3%} after {border:,} sequences"
         say(words)
