@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from data import manifest, tokenize_shards, train_tokenizer
 from data.command_line import VAL_FRACTION
 from data.output import Output
-from data.sources.kinds import WILDCARD
+from data.sources.kinds import WILDCARD, open_source
 from data.sources.text import compression_of
 from data.splits import SPLITS
 from runtime.messages import UserError, say
@@ -69,14 +69,14 @@ def make(source, how, tokenizer, vocab_size):
     elif vocab_size:
         name += f"-{vocab_size}"
     ours = tokenize_shards.Options(source=source, output="", tokenizer="", **vars(how))
-    name = free_name(name, tokenize_shards.settings_of_text(ours))
+    opened = open_source(ours)
+    name = free_name(name, tokenize_shards.settings_of_text(ours, opened))
     folder = os.path.join(SHARDS, name)
     ranks = f"{folder}.tiktoken"
     if not tokenizer and not os.path.exists(ranks):
-        reads = dict(text_column=how.text_column, skip_damaged=how.skip_damaged)
-        asked = dict(source=source, vocab_size=vocab_size, output=ranks, **reads)
-        train_tokenizer.make(train_tokenizer.Options(**asked))
-    tokenize_shards.tokenize(replace(ours, output=folder, tokenizer=tokenizer or ranks))
+        asked = dict(source=source, vocab_size=vocab_size, output=ranks)
+        train_tokenizer.make(train_tokenizer.Options(**asked), opened)
+    tokenize_shards.tokenize(replace(ours, output=folder, tokenizer=tokenizer or ranks), opened)
     return folder, name
 
 

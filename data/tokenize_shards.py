@@ -78,10 +78,11 @@ def main():
     tokenize(args)
 
 
-def tokenize(args):
-    """Write the shards that `Options` ask for, or what is missing of them."""
+def tokenize(args, source=None):
+    """Write the shards that `Options` ask for, or what is missing of them. source: theirs, opened; None: it is opened
+    here."""
     start = time.monotonic()
-    source = open_source(args)
+    source = source or open_source(args)
     encoding = load_tokenizer(args.tokenizer)
     settings = settings_of_text(args, source) | settings_of_tokens(args, encoding)
     output = Output(args.output, source, settings)
@@ -95,9 +96,8 @@ def tokenize(args):
     say(f"{args.output}: {same} are there already, nothing to do; delete it if a text has changed")
 
 
-def settings_of_text(args, source=None):
+def settings_of_text(args, source):
     """{setting: value} of the manifest that tell which text it is, in which shards must agree to be the same."""
-    source = source or open_source(args)
     where = os.path.abspath(args.source) if os.path.exists(args.source) else masked(args.source)
     settings = dict(val_fraction=args.val_fraction, drop_duplicates=args.drop_duplicates)
     return {"source": where, **source.identity, **settings}

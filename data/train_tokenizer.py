@@ -91,8 +91,9 @@ def main():
     make(read_flags(Options, sys.argv[1:], "data/train_tokenizer.py"))
 
 
-def make(args):
-    """Train the tokenizer that `Options` ask for and write it. Raises UserError."""
+def make(args, source=None):
+    """Train the tokenizer that `Options` ask for and write it. source: theirs, opened; None: it is opened here. Raises
+    UserError."""
     if not args.output.endswith(".tiktoken"):
         raise UserError(f"--output {args.output}: the name must end in .tiktoken.")
     if args.vocab_size is not None and args.vocab_size <= 256:
@@ -103,7 +104,7 @@ def make(args):
     check_place(args.output, "--output")
     start = time.monotonic()
     with Pulse(f"learning a tokenizer from {args.source}"):
-        found, wanted, ranks = learn(args)
+        found, wanted, ranks = learn(args, source or open_source(args))
     if read_file(args.output) not in (None, b"", ranks):
         raise UserError(f"--output {args.output}: is there with other content; give another.")
     write_file(args.output, ranks)
@@ -111,9 +112,9 @@ def make(args):
     say(f"{args.output}: {found} tokens{fewer}, {time.monotonic() - start:.1f} s")
 
 
-def learn(args):
+def learn(args, source):
     """(tokens of the tokenizer, how many were wanted, its ranks as bytes) for `Options`. Raises UserError."""
-    texts = sample(open_source(args))
+    texts = sample(source)
     if not any(texts):
         raise no_text(args, many(len(texts), "empty document"))
     n_bytes = sum(len(text.encode()) for text in texts)

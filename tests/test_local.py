@@ -134,10 +134,14 @@ def test_a_text_keeps_its_name_and_another_one_does_not_take_it(capsys):
     assert sizes[0] < sizes[1] <= 300
 
 
-def test_a_folder_is_text_unless_it_holds_shards():
+def test_a_folder_is_text_unless_it_holds_shards(capsys):
+    """What is left out of it is told once."""
     write("books/a.md", STORY * 9)
     write("books/cover.png", "\x89PNG\0\0\0\0")
+    write("books/list.json", '{"title": "x"}')
     assert local.main(["--data", "books/"])[-1] == "books"
+    said = capsys.readouterr().err
+    assert said.count("1 binary file (") == said.count("1 record file (") == 1 and "--" not in said
     assert local.main(["--data", "books/*.md"])[-1].startswith("books-")
     for shards in ("made/train/000000.npy", "several/web/train/000000.npy"):
         write(shards, "")

@@ -465,7 +465,7 @@ def test_a_few_records_of_other_columns_beside_much_text_are_left_out(tmp_path, 
     write_files(tmp_path, books | {"metadata.json": b'[{"title": "Book"}]', "cover.png": PICTURE})
     assert texts_of(tmp_path) == [held.decode() for held in books.values()]
     said = capsys.readouterr().err
-    assert "1 file of records" in said and "metadata.json) without a column body" in said
+    assert "1 record file" in said and "metadata.json) without a column body" in said
     assert "1 binary file" in said
 
 

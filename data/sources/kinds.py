@@ -79,7 +79,7 @@ def open_source(args):
     if records:
         return open_records(args, fs, root, found, contents, records)
     if is_local and (found or os.path.isdir(source)):
-        warn_of_left_out("file of records", others, f" without a column {args.text_column}")
+        warn_of_left_out("record file", others, f" without a column {args.text_column}")
         return open_texts(args, root, {p: held for p, held in contents.items() if p not in others})
     if fs._strip_protocol(source) in found:
         return open_remote_text(args, *contents.items())
@@ -249,4 +249,4 @@ def tell_kinds(source, paths):
     kinds = Counter(map(ending_of, sorted(paths)))
     if len(kinds) > 1:
         words = ", ".join(f"{n:,} {kind}" for kind, n in kinds.most_common())
-        say_aside(f"--source {source}: {many(len(paths), 'file')}: {words}")
+        say_aside(f"{source}: {many(len(paths), 'file')}: {words}")
