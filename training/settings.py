@@ -198,7 +198,8 @@ def fit_text(flags, stored, shards):
     text for those of the preset. What was given stays, and what the run has that is resumed. A change is printed.
 
     Of 3 KB, which are 1,800 tokens to train on and 200 to validate on, `tiny` makes sequences of 32 tokens and not of
-    128, 54 and 6 of them, and steps of 4 and not of 16: an epoch has 13.
+    128, 54 and 6 of them, and steps of 4 and not of 16: an epoch has 13. It is the same on every mesh whose dp x pp
+    divides these batches; on others they are larger.
     """
     if stored:
         return flags.follow(T=stored.get("T", flags.cfg.model.T))
@@ -209,14 +210,11 @@ def fit_text(flags, stored, shards):
     dp, pp, tp = before.run.n_device_axis
     even = dp * pp  # which must divide a batch
     T = before.model.T
-    if not (
-        before.run.init_from
-        and architectures.architecture(before.model.architecture).learns_positions
-    ):
-        while (
-            T % (2 * tp) == 0 and T > SHORTEST and not enough(shards, T, max(FEWEST["val"], even))
-        ):
-            T //= 2
+    shortest = SHORTEST
+    if before.run.init_from and "T" not in free_of_weights(before.model.architecture):
+        shortest = T  # that of the weights, which have a vector for each position
+    while T % (2 * tp) == 0 and T > shortest and not enough(shards, T, max(FEWEST["val"], even)):
+        T //= 2
     flags = flags.follow(T=T)
     held = sequences_in(shards, flags.cfg.model.T)
     if "train_batch_size" not in flags.given:
@@ -267,8 +265,8 @@ def tell_text(before, now, shards):
     if changed:
         held = []
         for split, what in (("train", "to train on"), ("val", "to validate on")):
-            those = [manifest for _, folder, manifest in shards if folder.endswith(split)]
-            held.append(f"{sum(manifest['tokens'] for manifest in those):,} tokens {what}")
+            those = [made for _, folder, made in shards if os.path.basename(folder) == split]
+            held.append(f"{sum(made['tokens'] for made in those):,} tokens {what}")
         say(f"little text ({', '.join(held)}): {', '.join(changed)}")
 
 
