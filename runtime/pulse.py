@@ -24,12 +24,14 @@ class Pulse:
     """A thread that shows what the program does: on a terminal in a line that moves, else in a line after some seconds
     without one.
 
-    doing: () -> words; or words, to which the seconds since then are added. settings: of the bar, a tqdm; with a
-    `total` it shows how much is done, which `bar.update` counts.
+    doing: () -> words; or words, to which the seconds since then are added. lines: False for a program whose output
+    others read, which shows nothing where there is no terminal. settings: of the bar, a tqdm; with a `total` it shows
+    how much is done, which `bar.update` counts.
     """
 
-    def __init__(self, doing, **settings):
+    def __init__(self, doing, lines=True, **settings):
         self.doing = doing
+        self.lines = lines
         self.began = time.monotonic()
         if "total" not in settings:
             settings["bar_format"] = "{desc}"
@@ -59,7 +61,7 @@ class Pulse:
                 continue
             now = time.monotonic()
             pause = PAUSE if now - self.began < HOUR else LATER
-            if now - max(messages.spoke, self.began) >= pause - BEAT:
+            if self.lines and now - max(messages.spoke, self.began) >= pause - BEAT:
                 messages.say(words)
 
     def close(self):

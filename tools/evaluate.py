@@ -21,6 +21,7 @@ from data import tokenization
 from runtime import interrupts
 from runtime.files import check_place, is_remote, to_json, write_file
 from runtime.messages import UserError, masked, warn
+from runtime.pulse import Pulse
 from tools import common
 
 if __name__ == "__main__":
@@ -161,7 +162,8 @@ def main(options):
     if not options.data and not options.tasks:
         raise UserError("--data, --tasks: give at least one of them.")
     check_place(options.output, "--output")
-    cfg, mesh, params, encoding = common.open_model(options, bool(options.tasks))
+    with Pulse("opening the model", lines=False):
+        cfg, mesh, params, encoding = common.open_model(options, bool(options.tasks))
     score = functools.partial(make_scorer(cfg, mesh, options.batch_size), params)
     try:
         with common.memory_explained("give less --batch_size or --T"):

@@ -41,6 +41,7 @@ from runtime.files import (
 )
 from runtime.messages import UserError, first_line, say
 from runtime.parser import place
+from runtime.pulse import Pulse
 from tools import common
 from tools.model_card import model_card
 from training import checkpointing, settings, steps
@@ -248,7 +249,8 @@ def main(options):
     if os.path.lexists(options.target):
         raise UserError(f"{options.target} exists already; give another place, or remove that one.")
     if options.command == "export":
-        export(options.source, options.target, options.dtype)
+        with Pulse("exporting", lines=False):
+            export(options.source, options.target, options.dtype)
     else:
         check_run_path(options.target)
         import_folder(options.source, options.target)

@@ -22,6 +22,7 @@ import utils
 from data.tokenization import check_ids, longest_token, text_of
 from runtime import interrupts
 from runtime.messages import UserError, say_aside, say_error
+from runtime.pulse import Pulse
 from tools import common
 
 if __name__ == "__main__":
@@ -133,7 +134,8 @@ def main(options):
 
 def continue_all(options):
     """Print the continuations of --prompt and return their `Row`s, or of what is typed, line by line."""
-    opened = common.open_model(options, text=True)
+    with Pulse("opening the model", lines=False):
+        opened = common.open_model(options, text=True)
     programs = {}  # {(rows, tokens of the prompts, chunks): (prefill, advance), compiled}
     if options.prompt:
         return continue_prompts(options, *opened, programs)
@@ -149,6 +151,15 @@ def continue_all(options):
             return None
         except UserError as e:  # the next line may be right
             say_error(e)
+
+
+def compile_stream(cfg, mesh, options, whole, chunk, begin):
+    """(prefill, advance) of `decoding.make_stream`, compiled for inputs like `begin`, those of prefill."""
+    with Pulse("compiling", lines=False):
+        prefill, advance = decoding.make_stream(cfg, mesh, options, whole, chunk)
+        prefill = prefill.lower(*begin).compile()
+        params, *_ = begin
+        return prefill, advance.lower(params, prefill(*begin)).compile()
 
 
 def continue_prompts(options, cfg, mesh, params, encoding, programs, chunk=decoding.CHUNK):
@@ -183,9 +194,7 @@ def continue_prompts(options, cfg, mesh, params, encoding, programs, chunk=decod
     begin = params, *decoding.pad(batch, n), jax.random.key(options.seed)
     shape = len(batch), n, chunks
     if shape not in programs:  # compiled before, so that speeds are those of devices
-        prefill, advance = decoding.make_stream(cfg, mesh, options, n + chunks * chunk, chunk)
-        prefill = prefill.lower(*begin).compile()
-        programs[shape] = prefill, advance.lower(params, prefill(*begin)).compile()
+        programs[shape] = compile_stream(cfg, mesh, options, n + chunks * chunk, chunk, begin)
     prefill, advance = programs[shape]
     began = time.perf_counter()
     state = jax.block_until_ready(prefill(*begin))
