@@ -303,7 +303,7 @@ class Training:
         self.log.metrics(row | self.goodput.row())
         self.row = None
         self.newest = row
-        if self.overfitting.begins(row):
+        if self.overfitting.begins(row) and jax.process_index() == 0:
             say(f"warning: {self.overfitting.now.words}{best_in_words(self.checkpoints)}")
 
     def save(self, val_loss=None, waits=True):

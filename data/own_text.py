@@ -48,6 +48,15 @@ def name_of(source):
     return re.sub(r"[^\w.+=@-]+", "-", name).strip(".-") or "text"
 
 
+def name_of_tokenizer(tokenizer):
+    """The same for a tokenizer: its name or that of its file, or that of the folder of a tokenizer.json."""
+    folder, file = os.path.split(tokenizer)
+    stem, _ = os.path.splitext(file)
+    return name_of(
+        os.path.basename(folder) if stem == "tokenizer" else file.removesuffix(".tiktoken")
+    )
+
+
 def corpus_of(source, how, tokenizer="", vocab_size=None):
     """(folder of the shards of a text, name for a run on it). What is missing of them is made.
 
@@ -65,7 +74,7 @@ def make(source, how, tokenizer, vocab_size):
     """`corpus_of`, with errors that name the flags of data/tokenize_shards.py."""
     name = name_of(source)
     if tokenizer:
-        name += "-" + name_of(os.path.basename(tokenizer)).removesuffix(".tiktoken")
+        name += f"-{name_of_tokenizer(tokenizer)}"
     elif vocab_size:
         name += f"-{vocab_size}"
     ours = tokenize_shards.Options(source=source, output="", tokenizer="", **vars(how))

@@ -7,7 +7,7 @@ import pytest
 from conftest import refusal
 
 from data import manifest, own_text, tokenization
-from data.own_text import name_of
+from data.own_text import name_of, name_of_tokenizer
 from runtime import platforms
 from tools import local
 from training import command_line
@@ -132,6 +132,21 @@ def test_a_text_keeps_its_name_and_another_one_does_not_take_it(capsys):
         manifest.read(f"data/shards/{name}/train")["vocab_size"] for name in ("input", "input-300")
     ]
     assert sizes[0] < sizes[1] <= 300
+
+
+def test_text_for_weights_is_tokenized_as_theirs_was():
+    path = write("first.txt", STORY * 9)
+    local.main(["--data", path])
+    run = write("runs/a/config.json", '{"encoding": "tokenizer.tiktoken", "T": 16}')
+    run = os.path.dirname(run)
+    assert local.main(["--data", path, "--init_from", run])[-1] == "first", "they have none"
+    os.link("data/shards/first.tiktoken", f"{run}/tokenizer.tiktoken")
+    *_, folder, _, name = local.main(["--data", write("more.txt", STORY * 20), "--init_from", run])
+    assert (folder, name) == ("data/shards/more-a", "more-a")
+    made = [manifest.read(f"data/shards/{name}/train") for name in ("first", "more-a")]
+    assert made[0]["tokenizer_sha256"] == made[1]["tokenizer_sha256"]
+    assert name_of_tokenizer("x/b c.tiktoken") == "b-c" and name_of_tokenizer("gpt2") == "gpt2"
+    assert name_of_tokenizer("models/Qwen3-0.6B/tokenizer.json") == "Qwen3-0.6B"
 
 
 def test_a_folder_is_text_unless_it_holds_shards(capsys):

@@ -17,6 +17,7 @@ import sys
 
 import utils
 from data.own_text import How, corpus_of
+from data.tokenization import folder_tokenizer_name
 from runtime import interrupts, platforms
 from runtime.files import is_remote
 from runtime.messages import UserError, nearest, one_sentence
@@ -41,7 +42,7 @@ def main(argv):
         given = flags_of_file(given["config"], given) | given
     if "preset" not in given:
         words = ["--preset", "tiny", *words]
-    making = how, given.get("tokenizer", ""), given.get("vocab_size")
+    making = how, given.get("tokenizer") or tokenizer_of_weights(given), given.get("vocab_size")
     if "data" not in given:
         folder = STDLIB
         # what is there stays, also where another Python made it
@@ -54,6 +55,14 @@ def main(argv):
         if "name" not in given:
             words += ["--name", name]
     return [*words, *simulated(given)]
+
+
+def tokenizer_of_weights(given):
+    """The tokenizer of the weights that --init_from names in a local folder, which know no other; "" without any."""
+    folder = given.get("init_from", "")
+    name = folder_tokenizer_name(folder) if os.path.isdir(folder) else ""
+    is_file = bool(os.path.dirname(name))
+    return name if os.path.isfile(name) or not is_file else ""
 
 
 def is_made(folder):
