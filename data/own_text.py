@@ -15,6 +15,7 @@ from data.output import Output
 from data.sources.kinds import WILDCARD, open_source
 from data.sources.text import compression_of
 from data.splits import SPLITS
+from data.workers import BATCH_BYTES
 from runtime.messages import UserError, say
 from runtime.parser import flag
 
@@ -85,7 +86,10 @@ def make(source, how, tokenizer, vocab_size):
     if not tokenizer and not os.path.exists(ranks):
         asked = dict(source=source, vocab_size=vocab_size, output=ranks)
         train_tokenizer.make(train_tokenizer.Options(**asked), opened)
-    tokenize_shards.tokenize(replace(ours, output=folder, tokenizer=tokenizer or ranks), opened)
+    # each takes a second to start
+    workers = min(ours.workers, 1 + opened.total // BATCH_BYTES)
+    asked = replace(ours, output=folder, tokenizer=tokenizer or ranks, workers=workers)
+    tokenize_shards.tokenize(asked, opened)
     return folder, name
 
 

@@ -28,7 +28,7 @@ from data.sources.base import many, warn
 from data.sources.kinds import open_source
 from data.splits import ENDS
 from data.tokenization import TOKENIZER_FILES, content_sha256, load_tokenizer
-from data.workers import BATCH_BYTES, cut, encoded, processes, ray_actors
+from data.workers import cut, encoded, processes, ray_actors
 from runtime.files import is_remote
 from runtime.locks import alone_in
 from runtime.messages import UserError, masked, say
@@ -182,9 +182,7 @@ def fill(args, source, output, encoding):
     dtype = np.dtype(output.settings["dtype"])
     how = args.skip_damaged, args.val_fraction, output.validation
     encode = functools.partial(encode_document, encoding, dtype, *how)
-    # a process takes a second to start
-    workers = min(args.workers, 1 + source.total // BATCH_BYTES)
-    start = ray_actors if args.ray else processes if workers > 1 else None
+    start = ray_actors if args.ray else processes if args.workers > 1 else None
     at = {"done": 0, "documents": 0} | output.position
 
     def words():
@@ -193,7 +191,7 @@ def fill(args, source, output, encoding):
 
     with Pulse(words, total=source.total, initial=at["done"], unit="B", unit_scale=True) as pulse:
         batches = cut(source, output.position)
-        for batch, position in encoded(batches, workers, start, encode):
+        for batch, position in encoded(batches, args.workers, start, encode):
             for document in batch:
                 if document.warning:
                     warn(*document.warning)

@@ -278,7 +278,7 @@ def test_bad_shards_are_named(tmp_path):
     path = tmp_path / "train" / "000000.npy"
     np.save(path, np.arange(200, dtype=np.uint16))
     assert dataset.Corpus(small_config(vocab_size=200), str(tmp_path), "train").n_sequences == 6
-    assert "--T 512" in refused(tmp_path, T=512)
+    assert "have no 513 tokens" in refused(tmp_path, T=512)
     assert f"{path} holds token id 199" in refused(tmp_path, vocab_size=199)
     path.write_bytes(path.read_bytes()[:-10])
     assert f"{path} is damaged" in refused(tmp_path)
