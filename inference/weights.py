@@ -69,7 +69,7 @@ def choose_checkpoint(folder, local, checkpoints):
     losses = {step: checkpoints.val_loss(step) for step in steps}
     losses = {step: loss for step, loss in losses.items() if loss is not None}
     best = min(losses, key=losses.get, default=None)
-    if best in (None, steps[0]):
+    if best is None or best == steps[0]:  # the rows of a run may be many
         return None
     found = overfit(read_rows(local))
     if not found:
