@@ -579,8 +579,8 @@ def python_in_words():
     return shlex.quote(os.path.relpath(sys.executable))
 
 
-def run(flags):
-    """`main`, together with the other processes of the run; returns its exit status."""
+def run(flags, pulse=None):
+    """`main`, together with the other processes of the run; returns its exit status. pulse: of `main`."""
     interrupts.watch(lambda number: interrupts.end(128 + number, interrupts.words))
     try:
         processes.join_processes(flags.cfg, lambda: command_line.alike(flags.cfg))
@@ -594,4 +594,4 @@ def run(flags):
 
 
 if __name__ == "__main__":
-    sys.exit(one_sentence(lambda: run(flags)))
+    sys.exit(one_sentence(lambda: run(flags, pulse)))
