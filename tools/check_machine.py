@@ -119,7 +119,7 @@ class Step:
         """Measure the step of a configuration, which stays in `bench.compiled`, and return its row."""
         now = bench.compiled
         about = bench.prepare(utils.replace(cfg, compilation_cache=""))
-        now["state"], metrics = now["step"](now["state"], *now["batch"])
+        now["state"], metrics = now["step"](now["state"], *now["inputs"])
         if not math.isfinite(metrics["loss/train_loss"]):
             raise Wrong("the loss of the first step is not finite")
         seconds = np.transpose([bench.run_steps(STEPS) for _ in range(ROUNDS)])
