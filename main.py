@@ -530,6 +530,11 @@ def tell_end(training, signalled, began):
     if signalled:
         say(f"stopped {words}; rerun the same command to resume")
         return 128 + signalled
+    overfit = training.overfitting.now
+    if overfit:
+        say(
+            f"{overfit.words}; more text would help, or fewer steps. The best checkpoint is taken below."
+        )
     say(f"done {words}")
     if jax.process_index() == 0:
         tell_next(training)
@@ -550,11 +555,7 @@ SHOWN = 3  # of the samples, at the end
 
 def tell_next(training):
     """Print what the finished run made, samples, and the commands that come next."""
-    cfg, overfit = training.cfg, training.overfitting.now
-    if overfit:
-        say(
-            f"{overfit.words}; more text would help, or fewer steps. The commands below take the best checkpoint."
-        )
+    cfg = training.cfg
     lines = []
     for text in list(dict.fromkeys(training.texts))[:SHOWN]:
         lines += ["", textwrap.indent(text.strip(), "  | ", lambda line: True)]
@@ -568,7 +569,8 @@ def tell_next(training):
         hugging_face.format_to_export(cfg.model.architecture)
         exported = shlex.quote(f"exported/{cfg.run.name}")
         commands.append(f"{python} tools/hf.py export {folder} {exported}")
-    lines += ["", "next:", *(f"  {command}" for command in commands)]
+    # indented, as what belongs to the line before: that one tells how the run ended, to whoever asks for its status
+    lines += ["", "  next:", *(f"    {command}" for command in commands)]
     put_line("\n".join(lines), sys.stdout)
 
 
@@ -576,7 +578,8 @@ def python_in_words():
     """The word that starts the Python of this process in a shell in this folder."""
     if shutil.which("python") == sys.executable:
         return "python"
-    return shlex.quote(os.path.relpath(sys.executable))
+    here = os.path.relpath(sys.executable)
+    return shlex.quote(sys.executable if here.startswith("..") else here)
 
 
 def run(flags, pulse=None):

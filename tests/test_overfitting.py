@@ -93,7 +93,7 @@ def test_a_run_that_overfits_says_so_and_its_best_checkpoint_is_taken(
     losses = re.findall(r"step (\d+)/400 .* val (\d+\.\d+)", out)
     best = int(min(losses, key=lambda found: float(found[1]))[0])
     assert best < 300 and f"warning: Overfitting since step {best}: held-out loss rose" in out
-    assert f"; checkpoint {best} is the best so far" in out and "\nnext:\n" in out
+    assert f"; checkpoint {best} is the best so far" in out and "\n  next:\n" in out
     run = tmp_path / "runs/run"
     assert f"tools/sample.py {run} --prompt " in out and f"tools/hf.py export {run} " in out
     assert re.search(r"\n  \| [a-h ]+", out), "samples, which continue words of the text"
