@@ -147,9 +147,7 @@ def train(cfg, stored, encoding, load_weights, goodput, pulse, lock):
     if step:
         say(f"resuming {cfg.run.name} at step {step}, after {meta['sequences']:,} sequences")
     if step >= cfg.run.training_steps:
-        say(
-            f"nothing to do: {cfg.run.name} has reached its last step, {step:,}; give more steps, or another name"
-        )
+        say(f"nothing to do: {cfg.run.name} is at its last step; give more steps, or another name")
         checkpoints.close()
         return 0
     processes.on_main_process(lambda: settings.tell_schedule(cfg, stored))

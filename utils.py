@@ -285,7 +285,8 @@ class Sample:
     """The samples drawn at every checkpoint."""
 
     prompt: str = setting("The")
-    """Text that samples continue."""
+    """Text that samples continue; if not given, the first words of the validation text, or the preset's on its own
+    data."""
     inference_batch: int = setting(4, least=1, most=MANY)
     """Samples to draw."""
     max_tokens: int = setting(64, least=1)

@@ -151,6 +151,7 @@ def put_line(line, file):
     spoke = time.monotonic()
     with contextlib.suppress(OSError):  # a full disk under the log ends no training
         bars = sys.modules.get("tqdm")  # where it is not imported there are none
+        # tqdm has no public name for the bars that are open
         if bars and getattr(bars.tqdm, "_instances", None):
             bars.tqdm.write(line, file=file)
         else:

@@ -9,7 +9,9 @@ from tqdm import tqdm
 
 from runtime import messages
 
-PAUSE = 8  # seconds without a line, after which one is printed where there is no terminal: ten would feel like a halt
+# Seconds without a line, after which one is printed where there is no terminal: fewer than ten, after which people
+# wonder, since under load the thread wakes late.
+PAUSE = 8
 LATER = 60  # the same after the first HOUR, so that the log of days stays short
 HOUR = 3600
 BEAT = 0.5  # seconds between two looks

@@ -1,12 +1,13 @@
 """`bash run.sh local` once there is an environment: any text becomes shards and a run; which flags are added."""
 
 import os
+import re
 
 import numpy as np
 import pytest
 from conftest import refusal
 
-from data import manifest, own_text, tokenization
+from data import manifest, tokenization
 from data.own_text import name_of, name_of_tokenizer
 from runtime import platforms
 from tools import local
@@ -206,4 +207,4 @@ def test_what_is_no_text_is_refused_by_the_name_that_was_given(monkeypatch):
 def test_names_are_those_that_a_run_may_have():
     assert name_of("/") == name_of("...") == "text"
     for name in ("a b", "ä/ö.jsonl.gz", "%$.txt", "-x.txt", "a\nb"):
-        assert own_text.re.fullmatch(r"[\w+=@][\w.+=@-]*", name_of(name)), name
+        assert re.fullmatch(r"[\w+=@][\w.+=@-]*", name_of(name)), name
