@@ -178,7 +178,8 @@ def test_the_page_gives_the_backend_for_openais_format_the_same_scores(
         assert np.allclose(numbers, numbers_there, rtol=1e-5, atol=1e-4), name
         for key, value in theirs["results"][name].items():
             if key.endswith(",none") and "stderr" not in key:
-                assert abs(found["results"][name][key] - value) <= 1e-5 * max(1, value), (name, key)
+                # A perplexity is an exponential: what a log-likelihood may differ by above, it differs by relatively.
+                assert np.isclose(found["results"][name][key], value, rtol=1e-3), (name, key)
 
 
 @pytest.mark.parametrize("models", ["gpt2"], indirect=True)
