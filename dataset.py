@@ -21,11 +21,11 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from collectives import BATCH_SPEC
-from data import manifest
-from data.storage import Cache, Shard, list_shards
-from data.tokenization import content_sha256, load_tokenizer, shards_tokenizer, text_of
 from runtime.files import is_remote, names_in
 from runtime.messages import UserError
+from shards import manifest
+from shards.storage import Cache, Shard, list_shards
+from shards.tokenization import content_sha256, load_tokenizer, shards_tokenizer, text_of
 
 WINDOW = 1 << 30  # tokens whose sequences are shuffled together; they are of few shards
 CHECK_AT_START = 1 << 28  # tokens up to which local shards are checked as training begins

@@ -49,7 +49,6 @@ if __name__ == "__main__":  # flags for XLA must be in the environment before ja
 
 import jax
 
-from data.tokenization import keep_tokenizer
 from dataset import (
     Mixture,
     Prefetch,
@@ -63,6 +62,7 @@ from inference import hugging_face, weights
 from inference.sampling import make_sampler
 from presets import preset
 from runtime import chips, processes
+from shards.tokenization import keep_tokenizer
 from training import profiling, settings, steps
 from training.bad_steps import BadSteps
 from training.meter import Goodput, Meter

@@ -9,8 +9,8 @@ import numpy as np
 from data.sources.base import many, skipped
 from data.sources.text import read_text
 from data.splits import divide, hash_of
-from data.tokenization import CUT, HubTokenizer, whole_characters
 from runtime.messages import UserError
+from shards.tokenization import CUT, HubTokenizer, whole_characters
 
 COUNTS = """documents bytes empty_documents replaced_documents replaced_characters damaged_files damaged_records
 duplicate_documents sampled_characters lost_characters lost_whitespace""".split()

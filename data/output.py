@@ -15,13 +15,13 @@ from pathlib import Path
 
 import numpy as np
 
-from data import manifest
 from data.encoding import COUNTS
 from data.splits import SPLITS, Seen, choose_validation
-from data.storage import BLOCK, list_shards
-from data.tokenization import keep_tokenizer
 from runtime.files import ask, read_file, write_file
 from runtime.messages import UserError, first_line
+from shards import manifest
+from shards.storage import BLOCK, list_shards
+from shards.tokenization import keep_tokenizer
 
 PROGRESS = "progress.npz"
 SMALL = 10_000_000  # hashes that are saved with every shard

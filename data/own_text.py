@@ -9,7 +9,7 @@ import os
 import re
 from dataclasses import dataclass, replace
 
-from data import manifest, tokenize_shards, train_tokenizer
+from data import tokenize_shards, train_tokenizer
 from data.command_line import VAL_FRACTION
 from data.output import Output
 from data.sources.kinds import WILDCARD, open_source
@@ -18,6 +18,7 @@ from data.splits import SPLITS
 from data.workers import BATCH_BYTES
 from runtime.messages import UserError, say
 from runtime.parser import flag
+from shards import manifest
 
 SHARDS = "data/shards"
 

@@ -21,10 +21,10 @@ from typing import Literal
 from data import tokenize_shards
 from data.command_line import run
 from data.encoding import encode_text
-from data.tokenization import load_tokenizer
 from runtime.files import is_remote, read_file, write_file
 from runtime.messages import say, size
 from runtime.parser import flag, place
+from shards.tokenization import load_tokenizer
 from utils import read_flags
 
 ROOT = Path(__file__).parents[1]

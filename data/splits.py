@@ -6,8 +6,8 @@ import numpy as np
 
 from data.sources.base import skipped, warn
 from data.sources.text import read_text
-from data.tokenization import CUT
 from runtime.messages import UserError
+from shards.tokenization import CUT
 
 SPLITS = ("train", "val")
 # How validation is chosen, as manifests tell it

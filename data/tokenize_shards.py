@@ -22,18 +22,18 @@ import numpy as np
 
 from data.command_line import VAL_FRACTION, Source, no_text, run
 from data.encoding import encode_document
-from data.manifest import MOST_LOST, is_lossy
 from data.output import Output
 from data.sources.base import many, warn
 from data.sources.kinds import open_source
 from data.splits import ENDS
-from data.tokenization import TOKENIZER_FILES, content_sha256, load_tokenizer
 from data.workers import cut, encoded, processes, ray_actors
 from runtime.files import is_remote
 from runtime.locks import alone_in
 from runtime.messages import UserError, masked, say
 from runtime.parser import flag
 from runtime.pulse import Pulse
+from shards.manifest import MOST_LOST, is_lossy
+from shards.tokenization import TOKENIZER_FILES, content_sha256, load_tokenizer
 from utils import read_flags
 
 EARLY = 100_000  # characters of a sample that show, before the end, that a tokenizer loses text

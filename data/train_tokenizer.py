@@ -19,11 +19,11 @@ from data.command_line import VAL_FRACTION, Source, no_text, run
 from data.sources.base import many
 from data.sources.kinds import open_source
 from data.splits import choose_validation, divide, text_of
-from data.tokenization import PATTERN, byte_letters, dump_ranks
 from runtime.files import check_place, read_file, write_file
 from runtime.messages import UserError, say
 from runtime.parser import flag
 from runtime.pulse import Pulse
+from shards.tokenization import PATTERN, byte_letters, dump_ranks
 from utils import read_flags
 
 SAMPLE_BYTES = 20_000_000  # seconds of training; more text hardly changes some thousand merges

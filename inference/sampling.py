@@ -7,8 +7,8 @@ import jax
 import numpy as np
 
 import utils
-from data.tokenization import text_of
 from inference import decoding
+from shards.tokenization import text_of
 from training import settings, steps
 
 

@@ -19,10 +19,10 @@ from tqdm import tqdm
 
 import utils
 from data.encoding import encode_text
-from data.tokenization import HubTokenizer, check_ids, special_tokens, text_of, whole_characters
 from inference import decoding
 from inference.scores import Piece, length_for, make_scorer
 from runtime.messages import UserError, first_line, nearest, say
+from shards.tokenization import HubTokenizer, check_ids, special_tokens, text_of, whole_characters
 from training import steps
 
 try:

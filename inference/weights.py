@@ -8,11 +8,11 @@ import re
 import jax
 
 import utils
-from data import tokenization
 from inference import hub, hugging_face
 from runtime.files import is_remote, read_json
 from runtime.messages import UserError, nearest, say_aside, warn
 from runtime.processes import on_all
+from shards import tokenization
 from training import settings
 from training.checkpointing import Checkpoints
 from training.overfitting import overfit

@@ -57,8 +57,8 @@ import model
 import presets
 import utils
 from architectures import flags_without_choice, parameters
-from data import manifest, published, storage, tokenization
 from runtime import messages, parser
+from shards import manifest, published, storage, tokenization
 from training import settings, steps
 from training.optimizer import hyperparameters, make_optimizer
 

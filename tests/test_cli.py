@@ -23,9 +23,10 @@ import architectures
 import dataset
 import presets
 import utils
-from data import tokenization, tokenize_shards, train_tokenizer
+from data import tokenize_shards, train_tokenizer
 from data.sources import kinds
 from runtime import files, messages, parser, platforms, processes
+from shards import tokenization
 from tools import bench, checkpoints, common, compare, evaluate, hf, trace
 from training import command_line, settings, steps
 

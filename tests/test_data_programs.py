@@ -37,7 +37,7 @@ from tokenizers import (
 import data.encoding
 import data.output
 import data.workers
-from data import manifest, published, splits, tokenization, tokenize_shards, train_tokenizer
+from data import splits, tokenize_shards, train_tokenizer
 from data.command_line import Source as Options
 from data.sources import files as source_files
 from data.sources import text as source_text
@@ -45,6 +45,7 @@ from data.sources.base import Source
 from data.sources.files import stdlib_documents
 from data.sources.kinds import open_source
 from runtime import files, messages
+from shards import manifest, published, tokenization
 
 HOSTILE_FILES = {
     "specials.txt": b"<|endoftext|><|endoftext|> <|fim_prefix|>x<|im_start|>",

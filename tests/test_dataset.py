@@ -17,8 +17,8 @@ from conftest import BYTE_RANKS, SMALL_GPT2, describe, refusal, small_config, sm
 
 import dataset
 from collectives import BATCH_SPEC
-from data import manifest, storage, tokenization
 from runtime import messages
+from shards import manifest, storage, tokenization
 from training import steps
 
 

@@ -24,9 +24,9 @@ from conftest import BYTE_RANKS, ROOT, SMALL_RUN, copy_repository, files_of_repo
 import model
 import presets
 import utils
-from data import tokenization
 from planning import plan
 from runtime import parser
+from shards import tokenization
 from training import command_line, settings
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -34,8 +34,8 @@ import model
 import presets
 import utils
 from data.sources.kinds import open_source
-from data.storage import Shard
 from runtime import files, interrupts, locks, messages, processes
+from shards.storage import Shard
 from tools import checkpoints as tool
 from tools import hf
 from training import checkpointing, command_line, steps

@@ -34,10 +34,10 @@ from test_tools import make_run
 import architectures
 import utils
 from architectures import gpt2
-from data import tokenization
 from dataset import Mixture, manifests
 from inference import hugging_face, sampling, weights
 from runtime import files, parser
+from shards import tokenization
 from tools import common, evaluate, hf, model_card, sample
 from training import command_line, settings, steps
 

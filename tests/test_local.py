@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from conftest import refusal
 
-from data import manifest, tokenization
 from data.own_text import name_of, name_of_tokenizer
 from runtime import platforms
+from shards import manifest, tokenization
 from tools import local
 from training import command_line
 

@@ -35,12 +35,13 @@ from test_data_programs import run as run  # a fixture
 from test_data_programs import tokenize as tokenize  # a fixture
 from test_data_programs import writes as writes  # a fixture
 
-from data import command_line, splits, tokenization, train_tokenizer
+from data import command_line, splits, train_tokenizer
 from data.sources import files
 from data.sources import text as source_text
 from data.sources.contents import look
 from data.sources.kinds import KINDS, open_source
 from runtime.messages import UserError
+from shards import tokenization
 from tools import evaluate
 
 

@@ -27,9 +27,10 @@ import dataset
 import main
 import presets
 import utils
-from data import output, storage
+from data import output
 from inference import weights
 from runtime import files, messages, outbox, processes
+from shards import storage
 from tools import checkpoints, common, compare, evaluate, hf, sample
 from training import settings, steps
 from training.checkpointing import Checkpoints

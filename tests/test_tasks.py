@@ -16,7 +16,7 @@ from test_cluster import free_port, start_main
 from test_resume import assert_bitwise, checkpoint_of, metrics_of
 from tokenizers import processors
 
-from data import tokenization
+from shards import tokenization
 from tools import common, evaluate, hf
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm_eval is not installed; setup_tpu.sh eval")

@@ -18,10 +18,10 @@ from conftest import BYTE_RANKS, ROOT, SMALL_GPT2, describe, make_params, refusa
 import main
 import presets
 import utils
-from data import tokenization
 from dataset import Corpus
 from inference import decoding, weights
 from runtime import messages
+from shards import tokenization
 from tools import common, evaluate, hf, sample
 from training import settings, steps
 from training.checkpointing import Checkpoints

@@ -13,8 +13,8 @@ import model
 import presets
 import utils
 from architectures import architecture, hf_format
-from data import tokenization
 from inference import decoding, hugging_face, weights
+from shards import tokenization
 from tools import common, hf, sample
 from training import steps
 

@@ -7,11 +7,11 @@ from typing import Literal
 
 import utils
 from architectures import architecture
-from data import tokenization
 from runtime import interrupts, platforms
 from runtime.files import read_json
 from runtime.messages import UserError, first_line, one_sentence, warn
 from runtime.parser import Mesh, flag, place
+from shards import tokenization
 from training import settings
 
 

@@ -20,12 +20,12 @@ from pydantic import Field
 
 import model
 from data.encoding import encode_text
-from data.tokenization import longest_token, text_of, whole_characters
 from inference import decoding, scores
 from inference.scores import length_for
 from inference.weights import ends, positions
 from kernels import loss
 from runtime.messages import UserError, first_line, warn
+from shards.tokenization import longest_token, text_of, whole_characters
 from tools import common
 from tools.sample import Row
 from training.settings import checkpoint_steps

@@ -17,11 +17,11 @@ from collections import Counter
 from importlib.metadata import version
 
 import utils
-from data import tokenization
 from runtime import interrupts
 from runtime.files import check_place, is_remote, to_json, write_file
 from runtime.messages import UserError, masked, warn
 from runtime.pulse import Pulse
+from shards import tokenization
 from tools import common
 
 if __name__ == "__main__":
@@ -30,16 +30,16 @@ if __name__ == "__main__":
 import numpy as np
 from tqdm import tqdm
 
-from data import manifest
 from data.command_line import Source
 from data.encoding import count_lost, encode_text
 from data.sources.base import ADVICE
 from data.sources.kinds import find, open_source
 from data.sources.text import read_text
-from data.storage import list_shards
 from dataset import Corpus
 from inference import weights
 from inference.scores import Piece, make_scorer, mean
+from shards import manifest
+from shards.storage import list_shards
 
 
 def open_shards(options, cfg, path):

@@ -28,7 +28,6 @@ from safetensors.numpy import save_file
 from tokenizers import pre_tokenizers
 
 import utils
-from data import tokenization
 from inference import hub, hugging_face, weights
 from runtime.files import (
     appearing,
@@ -42,6 +41,7 @@ from runtime.files import (
 from runtime.messages import UserError, first_line, say
 from runtime.parser import place
 from runtime.pulse import Pulse
+from shards import tokenization
 from tools import common
 from tools.model_card import model_card
 from training import checkpointing, settings, steps

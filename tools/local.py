@@ -17,11 +17,11 @@ import sys
 
 import utils
 from data.own_text import How, corpus_of
-from data.tokenization import folder_tokenizer_name
 from runtime import interrupts, platforms
 from runtime.files import is_remote
 from runtime.messages import UserError, nearest, one_sentence
 from runtime.parser import read_words
+from shards.tokenization import folder_tokenizer_name
 from training.command_line import flags_of_file
 
 STDLIB = "data/shards/stdlib"

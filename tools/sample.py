@@ -19,10 +19,10 @@ import time
 from collections import deque
 
 import utils
-from data.tokenization import check_ids, longest_token, text_of
 from runtime import interrupts
 from runtime.messages import UserError, say_aside, say_error
 from runtime.pulse import Pulse
+from shards.tokenization import check_ids, longest_token, text_of
 from tools import common
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import utils
-from data.tokenization import load_tokenizer
 from presets import PRESETS, preset
 from runtime.files import check_run_path, is_remote, read_json
 from runtime.messages import HIDDEN, UserError, masked, nearest, one_sentence, short
 from runtime.parser import NEAR, RENAMED, foreign, read_words
 from runtime.platforms import PLUGINS
+from shards.tokenization import load_tokenizer
 from training.settings import SPLIT, Flags, check_same, settle, validate, without
 from utils import Config, Plan, Run, replace
 

@@ -10,10 +10,10 @@ import numpy as np
 
 import architectures
 import utils
-from data.tokenization import check_ids
 from runtime import chips, platforms
 from runtime.files import is_remote, names_in, read_json
 from runtime.messages import UserError, say
+from shards.tokenization import check_ids
 from utils import Config, flags_with, flatten, replace
 
 PADDING = 1.01  # up to which published models pad their vocabularies

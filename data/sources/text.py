@@ -10,8 +10,8 @@ import zlib
 
 import pyarrow
 
-from data.tokenization import whole_characters
 from runtime.messages import UserError, first_line
+from shards.tokenization import whole_characters
 
 # what a damaged file raises
 DAMAGE = (OSError, EOFError, UnicodeError, zlib.error, lzma.LZMAError, pyarrow.ArrowException)

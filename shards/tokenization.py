@@ -9,9 +9,9 @@ import re
 
 import numpy as np
 
-from data import manifest, published
 from runtime.files import read_file, read_json, write_file
 from runtime.messages import UserError
+from shards import manifest, published
 
 END_OF_TEXT = "<|endoftext|>"
 # How text is cut before byte pairs are merged, for tokenizers trained here: GPT-2's pattern. (tiktoken writes it with
