@@ -21,6 +21,7 @@ import time
 from importlib import import_module
 
 import utils
+from config import command_line
 from runtime import files, platforms
 from runtime.files import check_run_path, is_remote, write_file
 from runtime.messages import (
@@ -34,7 +35,6 @@ from runtime.messages import (
 )
 from runtime.outbox import attempt
 from runtime.pulse import Pulse
-from training import command_line
 
 if __name__ == "__main__":  # flags for XLA must be in the environment before jax is imported
     flags = one_sentence(lambda: command_line.parse(sys.argv[1:]))
@@ -49,6 +49,8 @@ if __name__ == "__main__":  # flags for XLA must be in the environment before ja
 
 import jax
 
+from config import settle
+from config.presets import preset
 from dataset import (
     Mixture,
     Prefetch,
@@ -60,10 +62,9 @@ from dataset import (
 )
 from inference import hugging_face, weights
 from inference.sampling import make_sampler
-from presets import preset
 from runtime import chips, processes
 from shards.tokenization import keep_tokenizer
-from training import profiling, settings, steps
+from training import profiling, steps
 from training.bad_steps import BadSteps
 from training.meter import Goodput, Meter
 from training.optimizer import hyperparameters, make_optimizer
@@ -73,7 +74,7 @@ from training.runlog import NoLog, Progress, RunLog
 
 
 def main(flags, began=None, pulse=None):
-    """Train as `settings.Flags` say, resuming where the run left off. began: when the process did, by time.time();
+    """Train as `settle.Flags` say, resuming where the run left off. began: when the process did, by time.time();
     None: now. pulse: the `Pulse` that it began with; None: a new one. Returns 0 or 128 + the signal."""
     goodput = Goodput(began or time.time())
     with pulse or Pulse("starting") as pulse:
@@ -86,7 +87,7 @@ def main(flags, began=None, pulse=None):
 def begin(flags, goodput, pulse):
     """`main`: open what the flags name, settle them by it, and train."""
     asked = flags.cfg  # not settled: only what no run, no data and no device changes is read of it
-    settings.check_names(asked)  # before anything is written there
+    settle.check_names(asked)  # before anything is written there
     processes.on_all(lambda: check_run_path(asked.run.folder, "--output_dir"))
     steps.configure_jax(asked)
     of_weights = load_weights = None
@@ -95,7 +96,7 @@ def begin(flags, goodput, pulse):
     # its package may be missing
     processes.on_main_process(lambda: asked.run.tensorboard and import_module("training.events"))
     with processes.alone_in_folder(asked.run) as lock:
-        stored = settings.stored_config(asked.run.folder)
+        stored = settle.stored_config(asked.run.folder)
         shards = manifests(asked, "train", "val")
         if load_weights and not stored:
             where = f"--init_from {asked.run.init_from}"
@@ -104,7 +105,7 @@ def begin(flags, goodput, pulse):
         flags = suit_prompt(flags, shards, encoding)
         kind = jax.devices()[0].device_kind
         n, share = jax.device_count(), memory_share(kind)
-        cfg = settings.settle(flags, n, of_weights, stored, shards, encoding, kind, share)
+        cfg = settle.settle(flags, n, of_weights, stored, shards, encoding, kind, share)
         steps.set_precision(cfg)
         if of_weights:
             most = weights.positions(cfg.run.init_from, of_weights["T"])
@@ -150,7 +151,7 @@ def train(cfg, stored, encoding, load_weights, goodput, pulse, lock):
         say(f"nothing to do: {cfg.run.name} is at its last step; give more steps, or another name")
         checkpoints.close()
         return 0
-    processes.on_main_process(lambda: settings.tell_schedule(cfg, stored))
+    processes.on_main_process(lambda: settle.tell_schedule(cfg, stored))
 
     # --- Steps: the batches come first, so that what is wrong with them is said before minutes of compiling
     with goodput.during("waiting"):
@@ -381,12 +382,12 @@ def open_data(cfg, stored, encoding):
     for part in (corpus, val_corpus):
         part.check_encoding(encoding)
     data = data_fingerprint(corpus, val_corpus)
-    alike = settings.without(utils.flags_with("per_process"), utils.flatten(cfg))
+    alike = settle.without(utils.flags_with("per_process"), utils.flatten(cfg))
     processes.check_agreement(alike, data, cfg.run)
     if stored and stored["data_fingerprint"] != data:
         raise UserError(
             f"--name {cfg.run.name}: this run exists and saw other data than is now in --data {cfg.data.data} (it was "
-            f"{stored['data']}); give those shards, or another --name, {settings.from_its_weights(cfg)}."
+            f"{stored['data']}); give those shards, or another --name, {settle.from_its_weights(cfg)}."
         )
     return corpus, val_corpus, data
 

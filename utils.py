@@ -1,7 +1,7 @@
 """The configuration. No jax in here.
 
 Every flag is declared once, as a field of one of the dataclasses below, with its help and all that is known of it. The
-command line, presets, `config.json` and the checks on resume follow. training/settings.py settles the flags.
+command line, presets, `config.json` and the checks on resume follow. config/settle.py settles the flags.
 """
 
 import dataclasses
@@ -11,9 +11,9 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from runtime import parser
+from config import parser
+from config.parser import DAYS, MANY, VOCABULARY, WIDE, Mesh, choice, flag, setting
 from runtime.messages import UserError, masked
-from runtime.parser import DAYS, MANY, VOCABULARY, WIDE, Mesh, choice, flag, setting
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Model:
     (TPUs) and flash (A100, H100, H200, B200): none. auto: splash or flash where it runs, else blockwise."""
 
     revision: int = flag(1, derived=True)
-    """Goes up when flags begin to mean another model, which older runs are not (training/settings.py: CHANGED)."""
+    """Goes up when flags begin to mean another model, which older runs are not (config/settle.py: CHANGED)."""
 
     @property
     def key_dim(self):

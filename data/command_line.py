@@ -2,9 +2,9 @@
 
 from dataclasses import MISSING, dataclass
 
+from config.parser import flag
 from runtime import interrupts
 from runtime.messages import UserError, one_sentence
-from runtime.parser import flag
 
 VAL_FRACTION = 0.1  # of tokenize_shards.py; train_tokenizer.py learns from none of it
 

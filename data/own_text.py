@@ -9,6 +9,7 @@ import os
 import re
 from dataclasses import dataclass, replace
 
+from config.parser import flag
 from data import tokenize_shards, train_tokenizer
 from data.command_line import VAL_FRACTION
 from data.output import Output
@@ -17,7 +18,6 @@ from data.sources.text import compression_of
 from data.splits import SPLITS
 from data.workers import BATCH_BYTES
 from runtime.messages import UserError, say
-from runtime.parser import flag
 from shards import manifest
 
 SHARDS = "data/shards"

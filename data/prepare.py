@@ -18,12 +18,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from config.parser import flag, place
 from data import tokenize_shards
 from data.command_line import run
 from data.encoding import encode_text
 from runtime.files import is_remote, read_file, write_file
 from runtime.messages import say, size
-from runtime.parser import flag, place
 from shards.tokenization import load_tokenizer
 from utils import read_flags
 

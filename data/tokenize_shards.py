@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from config.parser import flag
 from data.command_line import VAL_FRACTION, Source, no_text, run
 from data.encoding import encode_document
 from data.output import Output
@@ -30,7 +31,6 @@ from data.workers import cut, encoded, processes, ray_actors
 from runtime.files import is_remote
 from runtime.locks import alone_in
 from runtime.messages import UserError, masked, say
-from runtime.parser import flag
 from runtime.pulse import Pulse
 from shards.manifest import MOST_LOST, is_lossy
 from shards.tokenization import TOKENIZER_FILES, content_sha256, load_tokenizer

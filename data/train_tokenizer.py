@@ -15,13 +15,13 @@ from dataclasses import MISSING, dataclass
 from tokenizers import Regex, Tokenizer, models, trainers
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
+from config.parser import flag
 from data.command_line import VAL_FRACTION, Source, no_text, run
 from data.sources.base import many
 from data.sources.kinds import open_source
 from data.splits import choose_validation, divide, text_of
 from runtime.files import check_place, read_file, write_file
 from runtime.messages import UserError, say
-from runtime.parser import flag
 from runtime.pulse import Pulse
 from shards.tokenization import PATTERN, byte_letters, dump_ranks
 from utils import read_flags

@@ -17,9 +17,9 @@ from safetensors import safe_open
 import architectures
 import utils
 from architectures import hf_format
+from config import settle
 from runtime.files import read_json
 from runtime.messages import UserError, warn
-from training import settings
 
 READABLE = {"F32", "F16", "BF16", "F64"}  # as safetensors names types
 WHOLE = "model.safetensors"  # the file of all tensors
@@ -58,7 +58,7 @@ def model_flags(config, folder):
     name, form = format_of(config, where)
     own = hf_format.read_flags(form, config, where)
     flags = architectures.flags_without_choice(name) | own
-    settings.check_model(flags, where, form.names)
+    settle.check_model(flags, where, form.names)
     return flags
 
 

@@ -7,16 +7,17 @@ import jax
 import numpy as np
 
 import utils
+from config import settle
 from inference import decoding
 from shards.tokenization import text_of
-from training import settings, steps
+from training import steps
 
 
 def make_sampler(cfg, mesh, encoding, ends=()):
     """`sample(params)` -> texts that continue --prompt, with the same draws every time; no texts where there is no
     tokenizer (`encoding`) or --T leaves no room. ends: of `weights.ends`. Decoding wants the blocks in order
     (`steps.arranger`)."""
-    prompt = settings.prompt_ids(cfg, encoding)
+    prompt = settle.prompt_ids(cfg, encoding)
     if prompt is None:
         return lambda params: []
     in_order = utils.replace(cfg, pp_interleave=1)

@@ -8,12 +8,12 @@ import re
 import jax
 
 import utils
+from config import settle
 from inference import hub, hugging_face
 from runtime.files import is_remote, read_json
 from runtime.messages import UserError, nearest, say_aside, warn
 from runtime.processes import on_all
 from shards import tokenization
-from training import settings
 from training.checkpointing import Checkpoints
 from training.overfitting import overfit
 from training.rows import read_rows
@@ -41,11 +41,11 @@ def open_weights(folder):
             f"{folder}: neither a run directory nor a folder in the Hugging Face format (each holds a config.json)"
             f"{hint(folder)}."
         )
-    settings.check_stored(config, folder, ["architecture"])
+    settle.check_stored(config, folder, ["architecture"])
     flags = {name: config[name] for name in vars(utils.Model()) if name in config}
-    settings.check_model(flags, os.path.join(folder, "config.json"))
+    settle.check_model(flags, os.path.join(folder, "config.json"))
     cfg = utils.replace(utils.Config(), pp_interleave=1, **flags)
-    explain = functools.partial(settings.other_flags, cfg)
+    explain = functools.partial(settle.other_flags, cfg)
     checkpoints = Checkpoints(os.path.join(local, "checkpoints"), explain=explain)
 
     def load_chosen(abstract):
@@ -58,7 +58,7 @@ def open_weights(folder):
 def choose_checkpoint(folder, local, checkpoints):
     """The step of the checkpoint to take of a run: that of RUN@STEP, where `folder` is so; of a run that overfits the
     one with the smallest held-out loss, which is printed; else None, the newest sound one. Raises UserError."""
-    steps = settings.checkpoint_steps(local)
+    steps = settle.checkpoint_steps(local)
     if asked := hub.step_in(folder):
         if asked not in steps:
             there = ", ".join(map(str, steps)) or "none"

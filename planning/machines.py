@@ -12,12 +12,12 @@ from typing import NamedTuple
 import jax
 from jax.experimental import topologies
 
+from config.parser import MANY
 from kernels import attention
 from planning import gpus, hlo
 from runtime import chips, platforms
 from runtime.chips import Chip
 from runtime.messages import UserError, first_line, say
-from runtime.parser import MANY
 from training import steps
 from training.optimizer import make_optimizer
 

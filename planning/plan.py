@@ -17,6 +17,7 @@ import jax
 import model
 import utils
 from collectives import count_slices
+from config import settle
 from inference import weights
 from planning import costs, hlo, machines
 from planning.machines import Machine, TooLarge, parse_machine
@@ -24,7 +25,7 @@ from runtime.chips import CHIPS, chip_of
 from runtime.files import check_place, write_file, write_json
 from runtime.messages import UserError, say, size
 from runtime.pulse import Pulse
-from training import settings, steps
+from training import steps
 
 COMPILED = 4  # configurations that --search compiles
 WORTH = 0.02  # share of a step that a flag must save to be named
@@ -186,15 +187,15 @@ def fitted(cfg, n, **flags):
         return None
     try:
         # validation is no part of the step: it takes any batch that fits
-        return settings.validate(utils.replace(new, train_batch_size=train, val_batch_size=0), n)
+        return settle.validate(utils.replace(new, train_batch_size=train, val_batch_size=0), n)
     except UserError:
         return None
 
 
 def meshes(cfg, n):
     """The shapes (dp, pp, tp) of n devices that the model can be spread over."""
-    for pp in settings.divisors(math.gcd(cfg.model.blocks, n)):
-        for tp in settings.divisors(n // pp):
+    for pp in settle.divisors(math.gcd(cfg.model.blocks, n)):
+        for tp in settle.divisors(n // pp):
             yield n // pp // tp, pp, tp
 
 
@@ -205,8 +206,8 @@ def variants(cfg, n):
     for dp, pp, tp in meshes(cfg, n):
         values = WAYS | dict(
             n_device_axis=[(dp, pp, tp)],
-            microbatches=settings.divisors(max(1, total // dp)),
-            pp_interleave=settings.divisors(cfg.model.blocks // pp) if pp > 1 else [1],
+            microbatches=settle.divisors(max(1, total // dp)),
+            pp_interleave=settle.divisors(cfg.model.blocks // pp) if pp > 1 else [1],
         )
         if tp == 1:  # no sequences to be split
             values["sequence_parallel"] = [cfg.model.sequence_parallel]
@@ -231,9 +232,9 @@ def neighbors(cfg, n):
     """The configurations that one change makes of `cfg`, of a flag or of the mesh, validated for n devices."""
     batch = cfg.data.train_batch_size
     values = WAYS | dict(
-        pp_interleave=settings.divisors(cfg.model.blocks // cfg.run.n_device_axis[1]),
-        microbatches=settings.divisors(batch),
-        accumulation_steps=settings.divisors(batch * cfg.run.accumulation_steps),
+        pp_interleave=settle.divisors(cfg.model.blocks // cfg.run.n_device_axis[1]),
+        microbatches=settle.divisors(batch),
+        accumulation_steps=settle.divisors(batch * cfg.run.accumulation_steps),
         n_device_axis=meshes(cfg, n),
     )
     changes = [fitted(cfg, n, **{flag: value}) for flag in values for value in values[flag]]
@@ -405,7 +406,7 @@ def planned_config(flags, machine):
     # no cache: what was compiled for devices that are not there cannot be read back
     flags = flags.fix(n_devices=0, compilation_cache="")
     kind, share = machine.chip.kind, memory_share_of(machine)
-    cfg = settings.settle(flags, machine.n, of_weights, device_kind=kind, memory_share=share)
+    cfg = settle.settle(flags, machine.n, of_weights, device_kind=kind, memory_share=share)
     if cfg.model.document_mask:
         cfg = utils.replace(cfg, end_of_text=0)  # any token will do
     return cfg

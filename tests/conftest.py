@@ -54,12 +54,12 @@ from tiktoken_ext import openai_public
 import collectives
 import main
 import model
-import presets
 import utils
 from architectures import flags_without_choice, parameters
-from runtime import messages, parser
+from config import parser, presets, settle
+from runtime import messages
 from shards import manifest, published, storage, tokenization
-from training import settings, steps
+from training import steps
 from training.optimizer import hyperparameters, make_optimizer
 
 
@@ -101,7 +101,7 @@ def small_config(mesh=(1, 1, 1), sequences=32, **flags):
     small = SMALL | dict(n_device_axis=mesh, n_devices=int(np.prod(mesh)))
     small |= dict(train_batch_size=sequences // mesh[0], val_batch_size=max(4, 8 // mesh[0]))
     cfg = utils.replace(presets.preset("tiny"), **small | flags)
-    return settings.validate(cfg, jax.device_count())
+    return settle.validate(cfg, jax.device_count())
 
 
 def settled(m):
@@ -308,7 +308,7 @@ def train(run_flags):
         # not through the command line: its parser compiles source, which Python 3.11 cannot do beside other threads
         flags = {n: str(v) if isinstance(v, Path) else v for n, v in flags.items() if v is not None}
         cfg = utils.replace(presets.preset("tiny"), **flags)
-        return main.main(settings.Flags(cfg, frozenset(flags)))
+        return main.main(settle.Flags(cfg, frozenset(flags)))
 
     return train
 

@@ -8,11 +8,10 @@ import pytest
 from conftest import ROOT
 from test_plan import planned as planned  # a fixture
 
-import presets
 import utils
+from config import command_line, presets, settle
 from planning import gpus, machines
 from runtime import chips, platforms
-from training import command_line, settings
 
 MACHINES = {
     name: f"gpu:1x{name}" if chip.gpu else f"{name}:{'2x2x1' if chip.dims == 3 else '2x2'}"
@@ -46,14 +45,14 @@ def test_a_device_is_one_chip():
 def test_the_dtype_of_a_chip(capsys, monkeypatch, chip, given, dtype, said):
     """Which a run keeps on another chip."""
     monkeypatch.setattr(platforms, "cpu_has_bfloat16", lambda: chip == "cpu with AMX")
-    flags = settings.Flags(presets.preset("gpt2-124m"), frozenset(given))
+    flags = settle.Flags(presets.preset("gpt2-124m"), frozenset(given))
     kind = chips.CHIPS[chip].kind if chip in chips.CHIPS else chip.split()[0]
-    cfg = settings.follow_dtype(flags, {}, kind).cfg
+    cfg = settle.follow_dtype(flags, {}, kind).cfg
     out = capsys.readouterr().out
     assert cfg.model.model_dtype == dtype and said in out and bool(said) == bool(out)
     for other in ("T4", "L4", "T4"):
         kind = chips.CHIPS[other].kind
-        cfg = settings.follow_dtype(flags, utils.flatten(cfg), kind).cfg
+        cfg = settle.follow_dtype(flags, utils.flatten(cfg), kind).cfg
         assert cfg.model.model_dtype == dtype
 
 

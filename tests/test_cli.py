@@ -21,14 +21,14 @@ from conftest import ARCHITECTURES, BYTE_RANKS, ROOT, SMALL, flags_of, refusal, 
 
 import architectures
 import dataset
-import presets
 import utils
+from config import command_line, parser, presets, settle
 from data import tokenize_shards, train_tokenizer
 from data.sources import kinds
-from runtime import files, messages, parser, platforms, processes
+from runtime import files, messages, platforms, processes
 from shards import tokenization
 from tools import bench, checkpoints, common, compare, evaluate, hf, trace
-from training import command_line, settings, steps
+from training import steps
 
 FLAGS = parser.fields_of(utils.Config)
 FIELDS = {name: f for name, f in FLAGS.items() if not hasattr(utils.Plan, name)}  # of a run
@@ -81,7 +81,7 @@ def test_every_flag_reaches_its_field_and_no_other(name, byte_ranks):
 
 def test_every_field_is_used():
     """Each is read in a training run, of the group that has it."""
-    folders = ("architectures", "kernels", "training", "inference", "runtime", ".")
+    folders = ("config", "architectures", "kernels", "training", "inference", "runtime", ".")
     source = "".join(path.read_text() for at in folders for path in (ROOT / at).glob("*.py"))
     for group in utils.GROUPS:
         found = set(re.findall(rf"\b(?:{group}|{group[0]}|self)\.(\w+)", source))
@@ -102,7 +102,7 @@ def test_jaxformers_name_of_a_flag_is_accepted(old, clear):
 
 def test_jaxformers_command_of_its_final_run_is_accepted():
     words = "--eval_every=75 --n_device_axis 8 2 2 --name moe1B --train_batch_size 32 --use_cache --wandb"
-    r = settings.settle(command_line.parse(words.split()), 32).run
+    r = settle.settle(command_line.parse(words.split()), 32).run
     assert (r.eval_every, r.save_steps, r.n_devices, r.wandb) == (75, 750, 32, True)
     assert r.pp_interleave == 4, "as many rounds as 8 blocks on 2 stages allow"
 
@@ -157,13 +157,13 @@ def test_a_file_of_flags_is_between_the_preset_and_what_is_given(tmp_path):
     assert {"blocks", "experts_per_token", "train_batch_size"} < given
 
     words = "--preset tiny --T 64 --n_devices 8 --n_device_axis 2 2 2 --max_lr 0.003 --wandb"
-    first = settings.settle(command_line.parse(words.split()), 8)
+    first = settle.settle(command_line.parse(words.split()), 8)
     path.write_text(json.dumps(utils.flatten(first) | {"data_fingerprint": "x", "encoding": None}))
     mesh = "--n_device_axis 2 2 2".split()
-    again = settings.settle(command_line.parse(["--config", str(path), *mesh]), 8)
+    again = settle.settle(command_line.parse(["--config", str(path), *mesh]), 8)
     assert utils.replace(again, config="") == first
     for n in (1, 2, 4):
-        moved = settings.settle(command_line.parse(["--config", str(path)]), n)
+        moved = settle.settle(command_line.parse(["--config", str(path)]), n)
         assert moved.run.n_device_axis == (n, 1, 1) and moved.data.global_batch_size == 16
         assert (moved.model, moved.optimizer) == (first.model, first.optimizer)
     planned = command_line.parse(["--config", str(path), "--plan", "v5e-1"])
@@ -306,7 +306,7 @@ def test_a_mistake_gets_a_sentence(words, said, tmp_path):
     small += ["--output_dir", str(tmp_path)]
     argv = ["--preset", "tiny", *small, *words.split()]
     if words in BAD:
-        refusal(lambda: settings.settle(command_line.parse(argv), 8), *said)
+        refusal(lambda: settle.settle(command_line.parse(argv), 8), *said)
     if words != "--n_devices 16":  # only devices tell
         refusal(lambda: command_line.check(argv, elsewhere=False), *said)
 
@@ -364,9 +364,9 @@ def test_a_plan_takes_the_kernels_of_its_machine():
     for machine, (kernel, other) in kernels.items():
         cfg = utils.replace(presets.preset("moe1b"), val_batch_size=32, plan=machine)
         for name in ("auto", "blockwise", kernel):
-            settings.validate(utils.replace(cfg, attention=name), 8)
+            settle.validate(utils.replace(cfg, attention=name), 8)
         cfg = utils.replace(cfg, attention=other)
-        refusal(lambda: settings.validate(cfg, 8), f"--attention {other}: ", " auto")
+        refusal(lambda: settle.validate(cfg, 8), f"--attention {other}: ", " auto")
 
 
 PROGRAMS = {  # what parses, of each
@@ -544,7 +544,7 @@ def test_flags_are_read_before_jax_is_imported():
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
     (error,) = done.stderr.splitlines()
     assert done.returncode == 2 and "has no package jax: first source .venv/bin/activate" in error
-    check = "import sys; from training import command_line; command_line.parse([])"
+    check = "import sys; from config import command_line; command_line.parse([])"
     check += "; sys.exit('jax' in sys.modules)"
     subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=True)
 
@@ -718,16 +718,16 @@ FOLLOW = {  # words, and the defaults that change with them
 
 @pytest.mark.parametrize("words, changed", FOLLOW.items())
 def test_a_default_never_refuses_what_was_given(words, changed):
-    cfg, given = settings.follow(command_line.parse(["--preset", "tiny", *words.split()]))
+    cfg, given = settle.follow(command_line.parse(["--preset", "tiny", *words.split()]))
     wanted = utils.flatten(presets.preset("tiny")) | changed
-    assert settings.without(given, utils.flatten(cfg)) == settings.without(given, wanted)
-    settings.validate(cfg, int(np.prod(cfg.run.n_device_axis)) or 1)
-    assert settings.follow(settings.Flags(cfg, given)).cfg == cfg
+    assert settle.without(given, utils.flatten(cfg)) == settle.without(given, wanted)
+    settle.validate(cfg, int(np.prod(cfg.run.n_device_axis)) or 1)
+    assert settle.follow(settle.Flags(cfg, given)).cfg == cfg
 
 
 def divided(words, n=1, **how):
     """{flag: value} of the batch that a command line on n devices has."""
-    cfg = settings.settle(command_line.parse(words.split()), n, **how)
+    cfg = settle.settle(command_line.parse(words.split()), n, **how)
     batch = dict(dp=cfg.run.n_device_axis[0], A=cfg.run.accumulation_steps)
     d = cfg.data
     batch |= dict(
@@ -774,7 +774,7 @@ def test_a_preset_trains_on_as_many_tokens_a_step_on_every_mesh(preset):
         uneven = total % (dp * pp) or blocks % pp or (experts % (dp * tp) and dp * tp % experts)
         if n > 64 or uneven or any(size % tp for size in (m.n_head, m.kv_heads, m.T)):
             continue
-        cfg = settings.settle(words.fix(n_device_axis=(dp, pp, tp)), n)
+        cfg = settle.settle(words.fix(n_device_axis=(dp, pp, tp)), n)
         evaluated = cfg.run.eval_steps * math.prod(steps.val_batch_shape(cfg))
         batches.add((steps.tokens_per_step(cfg), evaluated))
         meshes += 1
@@ -817,7 +817,7 @@ def test_a_mesh_that_cannot_share_the_batch_gets_a_sentence():
 def test_a_file_of_flags_keeps_its_global_batch_on_another_mesh(tmp_path):
     path = tmp_path / "config.json"
     words = "--preset tiny --n_device_axis 2 1 1 --train_batch_size 12 --microbatches 4"
-    cfg = settings.settle(command_line.parse(words.split()), 2)
+    cfg = settle.settle(command_line.parse(words.split()), 2)
     path.write_text(json.dumps(utils.flatten(cfg) | {"data_fingerprint": "x"}))
     words = f"--config {path}"
     assert divided(words, 2) == divided("--preset tiny --global_batch_size 24", 2)
@@ -854,17 +854,17 @@ def test_every_flag_alone_works_with_all_defaults(preset, tmp_path, monkeypatch)
                 cfg = utils.replace(cfg, n_groups=1, k_groups=1)
             n_devices = int(np.prod(value)) if name == "n_device_axis" else cfg.run.n_devices or 1
             how = dict(n_devices=n_devices, stored={}, encoding=BYTES)
-            final = settings.settle(settings.Flags(cfg, {name}), **how)
-            assert settings.settle(settings.Flags(final, {name}), **how) == final
-            prompt = settings.prompt_ids(final, BYTES)
+            final = settle.settle(settle.Flags(cfg, {name}), **how)
+            assert settle.settle(settle.Flags(final, {name}), **how) == final
+            prompt = settle.prompt_ids(final, BYTES)
             assert len(prompt) + final.sample.max_tokens <= final.model.T
 
 
 def test_samples_fit_in_short_sequences_unless_their_length_was_given():
     def fitted(T, *given, **flags):
         cfg = utils.replace(presets.preset("tiny"), T=T, **flags)
-        cfg = settings.fit_samples(settings.Flags(cfg, {*given}), BYTES)
-        ids = settings.prompt_ids(cfg, BYTES)
+        cfg = settle.fit_samples(settle.Flags(cfg, {*given}), BYTES)
+        ids = settle.prompt_ids(cfg, BYTES)
         return cfg.sample.max_tokens, None if ids is None else ids.tolist()
 
     prompt = [256, *b"class"]
@@ -987,7 +987,7 @@ LITTLE = {  # tokens to train on, to validate on, flags, and (T, sequences of a 
 def test_little_text_makes_a_training_small_and_what_was_given_stays(train, val, flags, capsys):
     T, total, validated = LITTLE[train, val, flags]
     parsed = command_line.parse(f"--preset tiny {flags}".split())
-    cfg = settings.settle(parsed, 1, stored={}, shards=little(train, val))
+    cfg = settle.settle(parsed, 1, stored={}, shards=little(train, val))
     got = cfg.model.T, cfg.data.global_batch_size, math.prod(steps.val_batch_shape(cfg))
     assert got == (T, total, validated)
     changed = got != (parsed.cfg.model.T, parsed.cfg.data.global_batch_size, total)
@@ -1001,9 +1001,9 @@ def test_little_text_makes_the_same_training_on_every_mesh():
     for mesh in itertools.product((1, 2), repeat=3):
         n = math.prod(mesh)
         words = ["--preset", "tiny", "--n_device_axis", *map(str, mesh), "--n_devices", str(n)]
-        cfg = settings.settle(command_line.parse(words), n, stored={}, shards=little(1800, 200))
+        cfg = settle.settle(command_line.parse(words), n, stored={}, shards=little(1800, 200))
         found.add((cfg.model.T, steps.tokens_per_step(cfg), math.prod(steps.val_batch_shape(cfg))))
     assert found == {(32, 128, 4)}
     stored = json.loads(json.dumps(utils.flatten(cfg) | {"data_fingerprint": "x", "T": 64}))
-    again = settings.settle(command_line.parse(words), 8, stored=stored, shards=little(1800, 200))
+    again = settle.settle(command_line.parse(words), 8, stored=stored, shards=little(1800, 200))
     assert again.model.T == 64 and again.data.global_batch_size == 4

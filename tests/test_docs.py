@@ -22,12 +22,10 @@ import pytest
 from conftest import BYTE_RANKS, ROOT, SMALL_RUN, copy_repository, files_of_repository, flags_of
 
 import model
-import presets
 import utils
+from config import command_line, parser, presets, settle
 from planning import plan
-from runtime import parser
 from shards import tokenization
-from training import command_line, settings
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 KINDS = {"", "python", "sh", "sh minutes", "sh hosts", "sh accelerator", "sh network"}
@@ -170,7 +168,7 @@ def test_every_flag_is_listed_once():
 def test_models_tells_the_parameters_of_every_preset():
     rows = [line for line in (ROOT / "docs/models.md").read_text().splitlines() if "| `" in line]
     for name in presets.PRESETS:
-        total, active, embedding = model.count_params(settings.validate(presets.preset(name), 1))
+        total, active, embedding = model.count_params(settle.validate(presets.preset(name), 1))
         (row,) = [row for row in rows if f"`{name}`" in row.split("|")[1]]
         assert f"{total + embedding:,}" in row, (name, total + embedding)
         if "all active" not in row:
@@ -184,29 +182,34 @@ def test_the_curves_of_rates_are_those_of_its_tables():
     assert len(losses) > 20 and all(f"{loss:.3f}" in text for loss in losses)
 
 
-def imported(path):
-    """Modules, or names in modules, that the statements of a file import."""
+def imported(path, modules):
+    """The `modules` that the statements of a file import. `from package import module` imports the module."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return names
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= inner & modules or {node.module}
+    return names & modules
+
+
+def position(arrow, module):
+    """The index of a module in the arrow, which names it, or else its package."""
+    return arrow.index(module if module in arrow else module.split(".")[0])
 
 
 def test_imports_go_one_way_and_in_no_circle():
     paths = [path for path in files_of_repository("*.py") if not path.startswith("tests/")]
     names = [re.sub(r"(\.__init__)?\.py$", "", path.replace("/", ".")) for path in paths]
-    graph = {name: imported(ROOT / path) & {*names} for name, path in zip(names, paths)}
-    graph = {name: others - {name} for name, others in graph.items()}
+    graph = {name: imported(ROOT / path, {*names}) - {name} for name, path in zip(names, paths)}
     graphlib.TopologicalSorter(graph).prepare()  # fails at a circle
-    # a package or module at top level may import what is left of it in this arrow
-    arrow = re.search(r"^```\n(.*?◄.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.M | re.S)
-    place = {name.strip(): i for i, name in enumerate(arrow[1].split("◄"))}
+    # a package, or a module that is named, may import what is left of it in this arrow
+    drawn = re.search(r"^```\n(.*?◄.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.M | re.S)
+    arrow = [name.strip() for name in drawn[1].split("◄")]
     for module, others in graph.items():
         for other in others:
-            assert place[other.split(".")[0]] <= place[module.split(".")[0]], (module, other)
+            assert position(arrow, other) <= position(arrow, module), (module, other)
     assert sum("/" not in path for path in paths) <= 6
 
 

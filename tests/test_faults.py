@@ -31,14 +31,14 @@ from test_resume import TINY, metrics_of
 import dataset
 import main
 import model
-import presets
 import utils
+from config import command_line, presets
 from data.sources.kinds import open_source
 from runtime import files, interrupts, locks, messages, processes
 from shards.storage import Shard
 from tools import checkpoints as tool
 from tools import hf
-from training import checkpointing, command_line, steps
+from training import checkpointing, steps
 from training.bad_steps import BadSteps, Rollback
 
 PER_STEP = 8  # sequences
@@ -580,7 +580,7 @@ faults = json.loads(sys.argv.pop(1))
 sys.path.insert(0, {str(ROOT)!r})
 import utils
 from runtime import messages, platforms
-from training import command_line
+from config import command_line
 flags = command_line.parse(sys.argv[1:])
 platforms.set_xla_flags(2, 2)
 import jax

@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec as P
 from test_parity import DOCUMENTS, assert_same, loss_and_gradients
 from test_plan import gpu_compiler
 
-import presets
 import utils
+from config import presets
 from kernels import attention, flash
 from planning import gpus
 

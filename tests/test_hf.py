@@ -34,12 +34,13 @@ from test_tools import make_run
 import architectures
 import utils
 from architectures import gpt2
+from config import command_line, parser, settle
 from dataset import Mixture, manifests
 from inference import hugging_face, sampling, weights
-from runtime import files, parser
+from runtime import files
 from shards import tokenization
 from tools import common, evaluate, hf, model_card, sample
-from training import command_line, settings, steps
+from training import steps
 
 DEEPSEEK = ARCHITECTURES["deepseek"]
 NO_SHARED = dict(DEEPSEEK, tied=True, n_shared=0)
@@ -50,7 +51,7 @@ FLAGS = ARCHITECTURES | {"no shared": NO_SHARED, "own": dict(layers_per_block=3)
 def params_of(folder, cfg):
     """The parameters of a run or an exported folder, in which the model is that of `cfg`."""
     stored, load = weights.open_weights(str(folder))
-    free = settings.free_of_weights(cfg.model.architecture)
+    free = settle.free_of_weights(cfg.model.architecture)
     of_weights = {flag: value for flag, value in stored.items() if flag not in free}
     assert settled(utils.replace(cfg, **of_weights).model) == settled(cfg.model)
     return jax.tree.map(np.asarray, load(steps.abstract_params(cfg, steps.make_mesh(cfg))))
@@ -323,16 +324,14 @@ def test_weights_train_on_shards_of_a_tokenizer_with_more_tokens(
     of_weights, _ = weights.open_weights(str(more_tokens))
     for given in ([], ["--tokenizer", path], ["--tokenizer", path, "--vocab_size", "257"]):
         parsed = command_line.parse([*words, *given])
-        cfg = settings.settle(parsed, 1, of_weights, {}, manifests(parsed.cfg, "train", "val"))
+        cfg = settle.settle(parsed, 1, of_weights, {}, manifests(parsed.cfg, "train", "val"))
         assert cfg.model.vocab_size == 257 and warned in capsys.readouterr().out
         assert Mixture(cfg, "train", 10).n_sequences
-    resumed = settings.follow_shards(
+    resumed = settle.follow_shards(
         command_line.parse(["--tokenizer", path]), {"vocab_size": 257}, []
     )
     assert resumed.cfg.model.vocab_size == 257
-    refusal(
-        lambda: settings.settle(parsed, 1, shards=manifests(cfg, "train")), "need 301; give that"
-    )
+    refusal(lambda: settle.settle(parsed, 1, shards=manifests(cfg, "train")), "need 301; give that")
     ids[7] = 300
     np.save(data / "train/000000.npy", ids.astype(np.uint16))
     describe(data, **made)

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from conftest import refusal
 
+from config import command_line
 from data.own_text import name_of, name_of_tokenizer
 from runtime import platforms
 from shards import manifest, tokenization
 from tools import local
-from training import command_line
 
 STORY = "Once upon a time there was a child named Tom. He found a red ball in the park. "
 STDLIB = "--data data/shards/stdlib"

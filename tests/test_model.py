@@ -13,12 +13,12 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.sharding import PartitionSpec as P
 
 import model
-import presets
 import utils
 from architectures import architecture, deepseek, experts, layers, parameters, qwen3
+from config import presets, settle
 from inference import decoding
 from kernels import attention, grouped, layouts, loss
-from training import settings, steps
+from training import steps
 from training.optimizer import make_optimizer
 
 
@@ -561,7 +561,7 @@ def test_a_threshold_draws_what_sorting_draws():
 def test_the_abstract_parameters_of_deepseek_v3_and_its_published_counts():
     """671.0B parameters; active 37.55B with the embedding and the head, of which the paper says 37B."""
     cfg = utils.replace(presets.preset("deepseek-v3-671b"), n_device_axis=(2, 2, 2))
-    cfg = settings.validate(cfg, 8)
+    cfg = settle.validate(cfg, 8)
     total, active, embedding = model.count_params(cfg)
     params = steps.abstract_params(cfg, steps.make_mesh(cfg))
     sizes = sum(x.size for x in jax.tree.leaves(params))

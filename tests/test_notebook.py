@@ -14,7 +14,7 @@ import pytest
 from conftest import ROOT, copy_repository
 from test_cluster import XLA_FLAGS
 
-import presets
+from config import presets
 from runtime import chips
 
 nbformat = pytest.importorskip("nbformat", reason="bash setup_tpu.sh notebook")

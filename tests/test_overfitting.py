@@ -10,10 +10,11 @@ import pytest
 from conftest import refusal
 from test_resume import TINY, checkpoint_of
 
+from config import settle
 from data.own_text import How, corpus_of
 from inference import weights
 from tools import common
-from training import settings, steps
+from training import steps
 from training.overfitting import HELD_OUT, TRAINING, Overfit, Overfitting, overfit
 
 EVERY = 20  # steps between evaluations
@@ -101,7 +102,7 @@ def test_a_run_that_overfits_says_so_and_its_best_checkpoint_is_taken(
     for name, step in ((f"{run}", best), (f"{run}@400", 400)):
         flags, load = weights.open_weights(name)
         cfg = common.config_of(common.Evaluate(model=name), flags)
-        cfg = settings.validate(cfg, 1)
+        cfg = settle.validate(cfg, 1)
         params = load(steps.abstract_params(cfg, steps.make_mesh(cfg)))
         stored = checkpoint_of(run, step)
         for path, leaf in jax.tree.leaves_with_path(params):

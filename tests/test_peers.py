@@ -16,7 +16,7 @@ DRIVER = f"""
 import os, pathlib, sys
 sys.path.insert(0, {str(ROOT)!r})
 from runtime import messages, platforms, processes
-from training import command_line
+from config import command_line
 task = sys.argv.pop(1)
 flags = command_line.parse(sys.argv[1:])
 platforms.set_xla_flags(2, 2)

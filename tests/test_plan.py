@@ -13,11 +13,11 @@ import pytest
 from conftest import ARCHITECTURES, ROOT, flags_of, given, refusal, small_config
 
 import model
-import presets
 import utils
+from config import command_line, presets, settle
 from planning import costs, gpus, hlo, machines, plan
 from runtime import platforms
-from training import command_line, optimizer, settings, steps
+from training import optimizer, steps
 
 no_tpu_compiler = not importlib.util.find_spec("libtpu")
 tpu_compiler = pytest.mark.skipif(no_tpu_compiler, reason='pip install "jax[tpu]"')
@@ -136,7 +136,7 @@ def test_formulas_agree_with_the_tpu_compiler(
 
     monkeypatch.setattr(machines, "ask_compiler", lambda cfg, machine: compiled)
     asked = utils.replace(cfg, plan=name, plan_json=str(tmp_path / "a/plan.json"))
-    plan.main(settings.Flags(asked, frozenset(utils.flatten(cfg))))
+    plan.main(settle.Flags(asked, frozenset(utils.flatten(cfg))))
     a = json.loads((tmp_path / "a/plan.json").read_text())
     assert machine.chip.kind in capsys.readouterr().out and a["compiled"] and a["fits"]
     assert (tmp_path / "a/plan.hlo").read_text() == compiled.text
@@ -275,7 +275,7 @@ def test_a_plan_by_formulas(planned, capsys):
     assert a["tokens_per_second"] == pytest.approx(a["tokens"] / step)
     assert a["chip_hours"] == 8 * a["hours"] == pytest.approx(cfg.run.training_steps * step / 450)
     assert a["mfu"] == pytest.approx(a["flops"]["model"] / step / 989e12)
-    assert a["parameters"]["total"] == model.count_params(settings.validate(cfg, 1))[0]
+    assert a["parameters"]["total"] == model.count_params(settle.validate(cfg, 1))[0]
     said = capsys.readouterr().out
     parts = "parameters memory operations collectives tokens/s chip-hours".split()
     assert all(word in said for word in [*parts, "bound by", "next"])
@@ -422,7 +422,7 @@ GPU_CONFIGURATIONS = [("tiny", "gpu:2x8xH200", (4, 2, 2)), ("qwen3-tiny", "gpu:8
 def test_a_train_step_costs_what_the_formulas_say(preset, name, mesh):
     machine = machines.parse_machine(name)
     cfg = utils.replace(presets.preset(preset), n_device_axis=mesh)
-    cfg = settings.validate(cfg, machine.n)
+    cfg = settle.validate(cfg, machine.n)
     compiled = machines.compile_step(cfg, machines.devices_of(machine))
     assert compiled.arguments + compiled.temporaries < machine.chip.memory
     check_program(compiled.text, cfg, machine)

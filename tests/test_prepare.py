@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from test_data_programs import COMPRESS, content, manifests, ranks_file, refused, run, writes  # noqa: F401
 
-import presets
+from config import presets
 from data import prepare
 from data.sources import hub
 

@@ -21,10 +21,11 @@ from test_resume import TINY
 
 import main
 import utils
+from config import settle
+from config.presets import preset
 from planning import machines, plan
-from presets import preset
 from runtime import chips, files, outbox
-from training import meter, rows, runlog, settings
+from training import meter, rows, runlog
 
 
 @pytest.fixture
@@ -108,7 +109,7 @@ def pace_of(speed):
 
 def test_a_line_says_whether_a_run_is_well(tmp_path, capsys, monkeypatch):
     flags = dict(n_device_axis=(4, 1, 1), output_dir=str(tmp_path))
-    cfg = settings.validate(utils.replace(preset("tiny"), **flags), 4)
+    cfg = settle.validate(utils.replace(preset("tiny"), **flags), 4)
     progress = runlog.Progress(cfg, 4.0)
     progress.print(row(5.5), pace_of(9000), None)
     first = capsys.readouterr().out

@@ -25,14 +25,14 @@ from test_resume import TINY, assert_bitwise, checkpoint_of, metrics_of
 
 import dataset
 import main
-import presets
 import utils
+from config import presets, settle
 from data import output
 from inference import weights
 from runtime import files, messages, outbox, processes
 from shards import storage
 from tools import checkpoints, common, compare, evaluate, hf, sample
-from training import settings, steps
+from training import steps
 from training.checkpointing import Checkpoints
 
 SHARDS = 12
@@ -296,12 +296,12 @@ def test_the_manifest_decides_the_vocabulary(tmp_path, capsys):
     ):
         cfg = utils.replace(presets.preset(preset), **given, output_dir=str(tmp_path))
         shards = [("a", "a/train", dict(vocab_size=size) if size else {})]
-        flags = settings.Flags(cfg, {*given} - {"vocab_size"})
-        found = settings.follow_shards(flags, {}, shards).cfg
+        flags = settle.Flags(cfg, {*given} - {"vocab_size"})
+        found = settle.follow_shards(flags, {}, shards).cfg
         assert found == utils.replace(cfg, vocab_size=wanted)
         assert ("the vocabulary has" in capsys.readouterr().out) == (found != cfg)
         stored = utils.flatten(cfg) | dict(vocab_size=60000, data_fingerprint="x")
-        kept = settings.follow_shards(settings.Flags(cfg, set()), stored, shards)
+        kept = settle.follow_shards(settle.Flags(cfg, set()), stored, shards)
         assert kept.cfg.model.vocab_size == 60000
 
 

@@ -16,14 +16,14 @@ import pytest
 from conftest import BYTE_RANKS, ROOT, SMALL_GPT2, describe, make_params, refusal, small_config
 
 import main
-import presets
 import utils
+from config import presets, settle
 from dataset import Corpus
 from inference import decoding, weights
 from runtime import messages
 from shards import tokenization
 from tools import common, evaluate, hf, sample
-from training import settings, steps
+from training import steps
 from training.checkpointing import Checkpoints
 
 MESH = dict(n_device_axis=(2, 2, 2), n_devices=8)
@@ -349,7 +349,7 @@ def test_weights_are_refused_shards_of_another_tokenizer(run, shards, tmp_path, 
     assert f"warning: {shards}/val has no manifest.json, so its shards are not verified" in err
     at = dict(init_from=str(run[0]), data=str(other), output_dir=str(tmp_path / "runs"))
     cfg = utils.replace(presets.preset("tiny"), n_device_axis=(1, 1, 1), **ONE, **at)
-    flags, said = settings.Flags(cfg, frozenset([*at, "n_devices"])), "another tokenizer"
+    flags, said = settle.Flags(cfg, frozenset([*at, "n_devices"])), "another tokenizer"
     refusal(lambda: main.main(flags), f"--init_from {run[0]}: the shards ", said)
 
 

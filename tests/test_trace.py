@@ -11,11 +11,11 @@ from conftest import SMALL_GPT2, SMALL_RUN, refusal, small_config
 from test_resume import metrics_of
 
 import main
-import presets
 import utils
+from config import presets, settle
 from planning import costs, plan
 from tools import trace
-from training import profiling, settings
+from training import profiling
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def runs(shards, xla_cache, tmp_path_factory):
     def train(**more):
         given = SMALL_RUN | flags | more
         cfg = utils.replace(presets.preset("tiny"), **given)
-        assert main.main(settings.Flags(cfg, frozenset(given))) == 0
+        assert main.main(settle.Flags(cfg, frozenset(given))) == 0
 
     train(name="plain", training_steps=8)
     train(name="traced", training_steps=6, profile="2:4")

@@ -10,9 +10,9 @@ import pytest
 from conftest import ARCHITECTURES, ROOT, batch_of, given, random_transformer, settled, small_config
 
 import model
-import presets
 import utils
 from architectures import architecture, hf_format
+from config import presets
 from inference import decoding, hugging_face, weights
 from shards import tokenization
 from tools import common, hf, sample

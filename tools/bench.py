@@ -29,11 +29,11 @@ from pathlib import Path
 import numpy as np
 
 import utils
-from runtime import chips, interrupts, parser, platforms
+from config import command_line, parser, settle
+from runtime import chips, interrupts, platforms
 from runtime.files import check_place, write_json
 from runtime.messages import UserError
 from tools import common
-from training import command_line, settings
 
 compiled = {}  # in such a process: its step, state and batch
 
@@ -49,7 +49,7 @@ def prepare(cfg):
 
     platforms.find_devices()
     steps.configure_jax(cfg)
-    cfg = settings.validate(cfg, jax.device_count())
+    cfg = settle.validate(cfg, jax.device_count())
     mesh = steps.make_mesh(cfg)
     optimizer = make_optimizer(cfg, mesh)
     abstract = steps.abstract_state(cfg, mesh, optimizer)
@@ -211,9 +211,9 @@ def parse(argv):
         given = command_line.parse([*flags, *re.findall(r"[^\s=,]+", words)])
         if given.cfg.plan.plan:
             raise UserError("--plan: bench.py runs steps; give the flag to main.py.")
-        given = settings.follow_dtype(given, {}, platforms.platform())
+        given = settle.follow_dtype(given, {}, platforms.platform())
         # what is measured is compiling, not reading
-        cfg = settings.follow(given.follow(compilation_cache="")).cfg
+        cfg = settle.follow(given.follow(compilation_cache="")).cfg
         configurations.append((variant or cfg.run.preset, cfg))
     return own, configurations
 

@@ -19,7 +19,8 @@ from functools import partial
 from importlib import metadata
 
 import utils
-from runtime import interrupts, parser, platforms
+from config import parser
+from runtime import interrupts, platforms
 from runtime.files import check_place, names_in, read_json, write_file, write_json
 from runtime.messages import UserError, first_line, one_sentence, say
 from tools import bench, common
@@ -46,13 +47,13 @@ import jax
 import numpy as np
 
 import model
+from config import command_line, settle
+from config.presets import PRESETS, preset
 from kernels import attention
 from planning import plan
-from presets import PRESETS, preset
 from tools import machine_checks as checks
 from tools import trace
 from tools.machine_checks import Skipped, Wrong
-from training import command_line, settings
 from training.profiling import Profile
 
 PACKAGES = "jax jaxlib jax-cuda12-plugin jax-cuda13-plugin nvidia-nccl-cu12 libtpu"
@@ -70,7 +71,7 @@ def presets_that_fit(devices):
         if machine.chip.float32:
             cfg = utils.replace(cfg, model_dtype="float32")
         with contextlib.suppress(UserError):  # it does not divide over these devices
-            cfg = cut_batch(settings.validate(cfg, len(devices)), machine)
+            cfg = cut_batch(settle.validate(cfg, len(devices)), machine)
             found.append((model.count_params(cfg)[0], name, cfg))
     for _, _, cfg in sorted(found, reverse=True):
         if fits(plan.answer(cfg, machine)):

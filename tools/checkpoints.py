@@ -15,8 +15,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from config.parser import place
 from runtime.messages import UserError, first_line
-from runtime.parser import place
 from tools import common
 from training import checkpointing, steps
 

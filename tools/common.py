@@ -7,12 +7,12 @@ from typing import Literal
 
 import utils
 from architectures import architecture
+from config import settle
+from config.parser import Mesh, flag, place
 from runtime import interrupts, platforms
 from runtime.files import read_json
 from runtime.messages import UserError, first_line, one_sentence, warn
-from runtime.parser import Mesh, flag, place
 from shards import tokenization
-from training import settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +118,7 @@ def open_model(options, text):
     if options.T > most:
         said = f"--T {options.T}: {options.model} was made for {most} tokens"
         warn_or_refuse(flags["architecture"], said)
-    cfg = settings.validate(config_of(options, flags), jax.device_count())
+    cfg = settle.validate(config_of(options, flags), jax.device_count())
     steps.configure_jax(cfg)
     mesh = steps.make_mesh(cfg)
     table = model.param_table(cfg)

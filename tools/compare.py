@@ -21,11 +21,12 @@ from matplotlib.figure import Figure
 
 import model
 import utils
+from config import settle
+from config.parser import place
 from runtime.files import check_place, read_json, write_file
 from runtime.messages import UserError, short, warn
-from runtime.parser import place
 from tools import common
-from training import settings, steps
+from training import steps
 from training.rows import read_rows
 
 
@@ -54,14 +55,14 @@ def read_curve(folder):
     config = read_json(folder, "config.json")
     if "n_device_axis" not in config:
         raise UserError(f"{folder}: is no run directory, which holds a config.json of main.py.")
-    settings.check_stored(config, folder, settings.NEEDED_TO_RESUME)
+    settle.check_stored(config, folder, settle.NEEDED_TO_RESUME)
     cfg = common.stored_config(config)
     rows = read_rows(folder)
     evaluated = [row for row in rows if "loss/val_cross_entropy_loss" in row]
     if not evaluated:
         raise UserError(f"{folder}: its metrics.jsonl holds no evaluation yet.")
     per_step = steps.tokens_per_step(cfg)
-    _, batch = settings.global_batches(config)
+    _, batch = settle.global_batches(config)
     return Curve(
         folder=folder,
         cfg=cfg,
@@ -158,8 +159,8 @@ def read_groups(folders):
         first = next(iter(runs.values()))
         whose = f"{curve.folder} has it, and {first.folder} has"
         advice = "give runs that differ in more than their seed names that differ before -seed"
-        flags = settings.to_resume(first.cfg, "") | {"training_steps": first.cfg.run.training_steps}
-        settings.compare(curve.cfg, flags, utils.FIELDS.keys() - {"seed"}, whose, advice)
+        flags = settle.to_resume(first.cfg, "") | {"training_steps": first.cfg.run.training_steps}
+        settle.compare(curve.cfg, flags, utils.FIELDS.keys() - {"seed"}, whose, advice)
         if curve.tokens[-1] != first.tokens[-1]:
             warn(f"{curve.folder} and {first.folder} are averaged, but one has trained for longer")
         if curve.text != curves[0].text:

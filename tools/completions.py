@@ -19,6 +19,7 @@ from jax import lax
 from pydantic import Field
 
 import model
+from config.settle import checkpoint_steps
 from data.encoding import encode_text
 from inference import decoding, scores
 from inference.scores import length_for
@@ -28,7 +29,6 @@ from runtime.messages import UserError, first_line, warn
 from shards.tokenization import longest_token, text_of, whole_characters
 from tools import common
 from tools.sample import Row
-from training.settings import checkpoint_steps
 
 MOST_WAITING = 1024  # continuations of a request, or requests
 LIKELIEST = 5  # alternatives to a token that are kept

@@ -28,6 +28,8 @@ from safetensors.numpy import save_file
 from tokenizers import pre_tokenizers
 
 import utils
+from config import settle
+from config.parser import place
 from inference import hub, hugging_face, weights
 from runtime.files import (
     appearing,
@@ -39,12 +41,11 @@ from runtime.files import (
     write_json,
 )
 from runtime.messages import UserError, first_line, say
-from runtime.parser import place
 from runtime.pulse import Pulse
 from shards import tokenization
 from tools import common
 from tools.model_card import model_card
-from training import checkpointing, settings, steps
+from training import checkpointing, steps
 
 CODE = os.path.realpath(f"{__file__}/../../inference/exported")  # of what transformers lacks
 
@@ -146,7 +147,7 @@ def push(run_dir, name, dtype, public):
 def config_of_one_device(flags, model):
     """The Config of a model with these flags on one device."""
     one = common.Options(model=model, n_device_axis=(1, 1, 1), n_devices=1)
-    return settings.validate(common.config_of(one, flags), jax.device_count())
+    return settle.validate(common.config_of(one, flags), jax.device_count())
 
 
 def export_tokenizer(folder, run_dir, m):

@@ -16,13 +16,13 @@ import re
 import sys
 
 import utils
+from config.command_line import flags_of_file
+from config.parser import read_words
 from data.own_text import How, corpus_of
 from runtime import interrupts, platforms
 from runtime.files import is_remote
 from runtime.messages import UserError, nearest, one_sentence
-from runtime.parser import read_words
 from shards.tokenization import folder_tokenizer_name
-from training.command_line import flags_of_file
 
 STDLIB = "data/shards/stdlib"
 # By this flag XLA simulates devices, however the environment came by it.

@@ -20,12 +20,13 @@ import utils
 from architectures import parameters
 from architectures.layers import activate
 from collectives import AXES, EXPERT_AXES
+from config import settle
+from config.presets import preset
 from kernels import attention, grouped
 from kernels import loss as losses
 from planning import plan
-from presets import preset
 from tools import bench
-from training import settings, steps
+from training import steps
 from training.bad_steps import BadSteps
 from training.checkpointing import fingerprint
 from training.optimizer import make_optimizer
@@ -170,7 +171,7 @@ def list_collectives(n):
 
 def all_meshes(n):
     """Every shape (dp, pp, tp) of n devices, those first that spread them over the most axes."""
-    lengths = itertools.product(settings.divisors(n), repeat=3)
+    lengths = itertools.product(settle.divisors(n), repeat=3)
     shapes = [shape for shape in lengths if math.prod(shape) == n]
     return sorted(shapes, key=lambda shape: shape.count(1))
 

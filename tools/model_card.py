@@ -3,9 +3,10 @@
 import os
 
 import utils
+from config import settle
 from runtime.files import read_json
 from tools import common
-from training import settings, steps
+from training import steps
 from training.rows import read_rows
 
 UNKNOWN = "These weights were imported; how they were trained is not known here."
@@ -15,7 +16,7 @@ def model_card(run_dir, title, config, count):
     """Markdown. title: what transformers finds the model by; config: its config.json; count: of its parameters."""
     flags = utils.leaving(read_json(run_dir, "config.json"))
     rows = read_rows(run_dir)
-    newest = max(settings.checkpoint_steps(run_dir), default=0)
+    newest = max(settle.checkpoint_steps(run_dir), default=0)
     rows = [row for row in rows if row["step"] <= newest]
     code = ", trust_remote_code=True" if "auto_map" in config else ""
     prompt = flags.get("prompt") or "Once upon a time"

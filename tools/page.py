@@ -27,17 +27,17 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 import utils
+from config.parser import flag, place
+from config.settle import SPLIT, checkpoint_steps
 from runtime import platforms
 from runtime.files import ask, check_ends, filesystem, is_remote, read_file, read_json, to_json
 from runtime.locks import LOCK, is_held
 from runtime.messages import UserError, duration, first_line, one_sentence
-from runtime.parser import flag, place
 from tools import common
 from training.meter import spent_in
 from training.overfitting import evaluations, overfit_in
 from training.rows import NAME, PARTS, join_rows, parts_in, read_files, rows_in
 from training.runlog import SAMPLES, end_of
-from training.settings import SPLIT, checkpoint_steps
 
 PACKAGES = "starlette", "uvicorn", "pydantic", "plotly"
 

@@ -22,13 +22,14 @@ from typing import NamedTuple
 from jax.profiler import ProfileData
 
 import collectives
+from config import settle
+from config.parser import place
 from planning import hlo, machines, plan
 from runtime import chips
 from runtime.files import names_in, read_file, read_json
 from runtime.messages import UserError, size
-from runtime.parser import place
 from tools import common
-from training import profiling, settings
+from training import profiling
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def open_trace(run, name=""):
         raise UserError(f"--trace {name}: {run} has {', '.join(known)}.")
     folder = os.path.join(folder, name)
     cfg = common.stored_config(known[name]["flags"])
-    cfg = settings.validate(cfg, math.prod(cfg.run.n_device_axis))
+    cfg = settle.validate(cfg, math.prod(cfg.run.n_device_axis))
     text = gzip.decompress(read_file(f"{folder}/step.hlo.gz")).decode()
     return Trace(folder, known[name], cfg, text)
 

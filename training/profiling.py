@@ -11,10 +11,10 @@ import jax
 
 import utils
 from collectives import count_slices
+from config import settle
 from runtime.files import write_file, write_json
 from runtime.messages import say
 from runtime.outbox import attempt
-from training import settings
 
 FOLDER = "plugins/profile"  # of a run directory: where TensorBoard and xprof look
 FAILED = "--profile: no trace is written"
@@ -34,7 +34,7 @@ class Profile:
     def __init__(self, cfg, step):
         """step: the last one that was done before, where the run begins or resumes."""
         self.cfg = cfg
-        first, self.last = settings.profiled_steps(cfg.run)
+        first, self.last = settle.profiled_steps(cfg.run)
         self.first = max(first, step + 1)
         self.done = 0  # the last step done
         self.train_step = None  # compiled, once a trace began

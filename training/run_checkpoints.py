@@ -9,7 +9,8 @@ import optax
 import orbax.checkpoint as ocp
 
 import utils
-from training import settings, steps
+from config import settle
+from training import steps
 from training.checkpointing import Checkpoints
 
 
@@ -21,7 +22,7 @@ class RunCheckpoints(Checkpoints):
         `weights.open_weights`; None: random ones. mix_borders: `Mixture.borders` of the data. lock: the `Lock` of the
         run directory, which is confirmed before anything appears or goes there; None: another process has it."""
         self.cfg = utils.replace(cfg, pp_interleave=1)
-        explain = functools.partial(settings.other_flags, self.cfg)
+        explain = functools.partial(settle.other_flags, self.cfg)
         folder = os.path.join(cfg.run.folder, "checkpoints")
         how = dict(keep=cfg.run.keep_checkpoints, every=cfg.run.keep_every, explain=explain)
         super().__init__(folder, **how, **({"confirm": lock.confirm} if lock else {}))
@@ -33,7 +34,7 @@ class RunCheckpoints(Checkpoints):
         self.about = dict(
             mesh=list(cfg.run.n_device_axis),
             versions={p.__name__: p.__version__ for p in (jax, optax, ocp, np)},
-            config=settings.to_resume(cfg, data),
+            config=settle.to_resume(cfg, data),
             mix_borders=list(mix_borders),
         )
 

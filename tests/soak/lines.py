@@ -3,8 +3,8 @@
 import os
 
 import utils
+from config import parser
 from data import prepare, tokenize_shards, train_tokenizer
-from runtime import parser
 from tests.soak import jobs
 from tests.soak.programs import Case, complaint, leftovers, run
 from tools import bench, check_machine, checkpoints, common, compare, hf, trace

@@ -74,7 +74,7 @@ flags() {
   [[ ! -d $FOLDER ]] || cd "$FOLDER" # paths in flags begin there
   for python in "$venv/bin/python" python3; do
     status=0
-    said=$(PYTHONPATH=$code "$python" -P -B -m training.command_line "$where" "$@" 2>&1) || status=$?
+    said=$(PYTHONPATH=$code "$python" -P -B -m config.command_line "$where" "$@" 2>&1) || status=$?
     said=${said##*$'\n'}
     if ((status == 0)); then
       echo "${said:-this commit does not check its flags}"

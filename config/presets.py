@@ -4,8 +4,8 @@ counts. A preset names its runs; the schedule ends with training_steps."""
 import shlex
 
 from architectures import flags_without_choice
+from config.parser import read_words
 from runtime.messages import UserError, nearest
-from runtime.parser import read_words
 from utils import Config, replace
 
 # a model of 2M parameters, and minutes of training on two CPU cores, on the embedded corpus
@@ -126,7 +126,7 @@ def preset(name):
             f"--preset {name}: no such preset{nearest(name, PRESETS)}; there are {', '.join(PRESETS)}, and list "
             f"shows their sizes."
         )
-    flags, _ = read_words(Config, shlex.split(PRESETS[name]), "presets.py")
+    flags, _ = read_words(Config, shlex.split(PRESETS[name]), "config/presets.py")
     if "training_steps" in flags:
         flags["end_steps"] = flags["training_steps"]
     if "architecture" in flags:  # asking for another than the default one imports jax

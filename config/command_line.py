@@ -10,13 +10,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import utils
-from presets import PRESETS, preset
+from config.parser import NEAR, RENAMED, foreign, read_words
+from config.presets import PRESETS, preset
+from config.settle import SPLIT, Flags, check_same, settle, validate, without
 from runtime.files import check_run_path, is_remote, read_json
 from runtime.messages import HIDDEN, UserError, masked, nearest, one_sentence, short
-from runtime.parser import NEAR, RENAMED, foreign, read_words
 from runtime.platforms import PLUGINS
 from shards.tokenization import load_tokenizer
-from training.settings import SPLIT, Flags, check_same, settle, validate, without
 from utils import Config, Plan, Run, replace
 
 # A file that comes with the program may be missing yet in the folder where it will run.
@@ -43,7 +43,7 @@ NUMBERS += "JAX_COORDINATOR_PORT JAX_PARTITION_INDEX JAX_SLICE_INDEX".split()
 
 
 def parse(argv, load=load_tokenizer, elsewhere=False):
-    """Command line -> `settings.Flags`: which were given, on it or in --config, and what they and the preset say.
+    """Command line -> `settle.Flags`: which were given, on it or in --config, and what they and the preset say.
 
     load: name -> the tokenizer, or None where it is not to be had. elsewhere: main.py will run on another machine, so
     the file in --config is not read. Raises UserError; `--help` prints the preset's values and exits, `--preset list`

@@ -49,7 +49,7 @@ def flag(default, **facts):
     of_weights: False where weights in --init_from may be used with another value, as with one that is free on resume.
     free_on_resume: True where a run may resume with another value: where neither the parameters' shapes nor the tokens
         seen nor the mathematics of a step depend on it. Batch sizes may differ as long as the global batch stays (see
-        `settings.resume`).
+        `settle.resume`).
     per_process: True where processes that train together may have each its own value.
     needed: True where an empty text would mean the current directory, or nothing.
     places: what is between the parts of a value each of which may be a path or an address; "" where it is one.
