@@ -60,7 +60,8 @@ from dataset import (
     opening_of,
     put_batch,
 )
-from inference import hugging_face, weights
+from hf import registry
+from inference import weights
 from inference.sampling import make_sampler
 from runtime import chips, processes
 from shards.tokenization import keep_tokenizer
@@ -567,7 +568,7 @@ def tell_next(training):
     runs = shlex.quote(cfg.run.output_dir)
     commands.append(f"bash setup_tpu.sh page && {python} tools/page.py {runs}")
     with contextlib.suppress(UserError):  # an architecture without such a format
-        hugging_face.format_to_export(cfg.model.architecture)
+        registry.format_to_export(cfg.model.architecture)
         exported = shlex.quote(f"exported/{cfg.run.name}")
         commands.append(f"{python} tools/hf.py export {folder} {exported}")
     # indented, as what belongs to the line before: that one tells how the run ended, to whoever asks for its status

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import utils
-from architectures import hf_format
 from runtime.messages import UserError, nearest
 
 
@@ -42,7 +41,6 @@ class Architecture(NamedTuple):
     fixed: dict = {}  # {flag: the one value that it has here}, of flags without an `absent`
     check: Callable = lambda cfg: None  # raises UserError for flags that do not fit each other
     learns_positions: bool = False  # whether its weights fix T
-    hugging_face: hf_format.HuggingFace | None = None  # the Hugging Face format, if it has one
 
     @property
     def stacks(self):

@@ -9,7 +9,7 @@ import jax
 
 import utils
 from config import settle
-from inference import hub, hugging_face
+from hf import hub, pretrained
 from runtime.files import is_remote, read_json
 from runtime.messages import UserError, nearest, say_aside, warn
 from runtime.processes import on_all
@@ -33,9 +33,9 @@ def open_weights(folder):
             )
 
         def load(abstract):
-            return hugging_face.load(on_all(lambda: hub.download(folder)), abstract)
+            return pretrained.load(on_all(lambda: hub.download(folder)), abstract)
 
-        return hugging_face.model_flags(config, local), load
+        return pretrained.model_flags(config, local), load
     if "model_dimension" not in config:
         raise UserError(
             f"{folder}: neither a run directory nor a folder in the Hugging Face format (each holds a config.json)"

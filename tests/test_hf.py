@@ -33,10 +33,10 @@ from test_tools import make_run
 
 import architectures
 import utils
-from architectures import gpt2
 from config import command_line, parser, settle
 from dataset import Mixture, manifests
-from inference import hugging_face, sampling, weights
+from hf import gpt2, pretrained, registry
+from inference import sampling, weights
 from runtime import files
 from shards import tokenization
 from tools import common, evaluate, hf, model_card, sample
@@ -99,7 +99,7 @@ def test_a_folder_of_several_files_loads_as_one_does(deepseek, tmp_path):
         part = {name: tensors[name] for name in list(tensors)[i::3]}
         save_file(part, tmp_path / f"cut/{i}.safetensors")
         where |= dict.fromkeys(part, f"{i}.safetensors")
-    (tmp_path / "cut" / hugging_face.INDEX).write_text(json.dumps(dict(weight_map=where)))
+    (tmp_path / "cut" / pretrained.INDEX).write_text(json.dumps(dict(weight_map=where)))
     assert same(params_of(run, cfg), params_of(tmp_path / "cut", cfg))
 
 
@@ -111,15 +111,15 @@ def cut_in_two(folder, out, **changes):
     """A copy of a folder in two files, the first with REST, which both also hold zeros in the place of what the index
     has in the other. changes: of the index; None: not in it."""
     shutil.copytree(folder, out)
-    tensors = load_file(out / hugging_face.WHOLE)
-    (out / hugging_face.WHOLE).unlink()
+    tensors = load_file(out / pretrained.WHOLE)
+    (out / pretrained.WHOLE).unlink()
     zeros = {name: np.zeros_like(tensors[name]) for name in (STALE, *REST)}
     rest = {name: tensors[name] for name in REST}
     save_file(rest | {STALE: zeros.pop(STALE)}, out / "1.safetensors")
     save_file(tensors | zeros, out / "2.safetensors")
     where = dict.fromkeys(tensors, "2.safetensors") | dict.fromkeys(REST, "1.safetensors") | changes
     where = {name: file for name, file in where.items() if file}
-    files.write_json(f"{out}/{hugging_face.INDEX}", dict(weight_map=where))
+    files.write_json(f"{out}/{pretrained.INDEX}", dict(weight_map=where))
     return out
 
 
@@ -142,7 +142,7 @@ def test_a_whole_file_counts_beside_an_index(deepseek, tmp_path, capsys):
     """As in transformers, also where the files of the index are gone; where they are there, a warning."""
     cfg, run, folder = deepseek
     both = cut_in_two(folder, tmp_path / "both")
-    shutil.copy(folder / hugging_face.WHOLE, both)
+    shutil.copy(folder / pretrained.WHOLE, both)
     ours = params_of(run, cfg)
     assert same(ours, params_of(both, cfg))
     assert f"{both}: model.safetensors is read" in capsys.readouterr().err
@@ -165,16 +165,16 @@ SIZES = {
 @pytest.mark.parametrize("name", SIZES)
 def test_a_wrong_size_in_config_json_is_named_with_the_right_one(name, tmp_path):
     m = small_config(**ARCHITECTURES[name]).model
-    form = architectures.architecture(name).hugging_face
-    save_file({t.name: np.zeros(t.shape) for t in form.tensors(m)}, tmp_path / hugging_face.WHOLE)
+    form = registry.format_of(name)
+    save_file({t.name: np.zeros(t.shape) for t in form.tensors(m)}, tmp_path / pretrained.WHOLE)
     config = form.config(m)
     for entry in SIZES[name].split():
         now = config[entry]
         same = {other for other, its in form.equal.items() if its == entry} & config.keys()
         wrong = config | dict.fromkeys(same | {entry}, 2 * now)
         said = f"its {entry} is {2 * now}, and with {now} all tensors fit"
-        other = hugging_face.model_of(wrong, "")
-        refusal(lambda: hugging_face.check(str(tmp_path), wrong, other, form), said)
+        other = pretrained.model_of(wrong, "")
+        refusal(lambda: pretrained.check(str(tmp_path), wrong, other, form), said)
 
 
 def measured(model, shards, **options):
@@ -423,7 +423,7 @@ BAD_CONFIGS = [  # entries of config.json, what is said
     ({"num_hidden_layers": 2**31}, "num_hidden_layers is 2147483648, but must be at most"),
 ]
 BAD_INDEXES = [  # content, what is said
-    ("{}", f"{hugging_face.INDEX}: weight_map must name the file of each tensor, but is None"),
+    ("{}", f"{pretrained.INDEX}: weight_map must name the file of each tensor, but is None"),
     ('{"weight_map": {}}', "weight_map must name"),
     ('{"weight_map": ["1.safetensors"]}', "weight_map must name"),
     ("[]", "not a JSON object"),
@@ -437,7 +437,7 @@ BAD_FILES = [  # name of a file, its content, what is said
     ("config.json", "{", "is not JSON"),
     ("config.json", "null", "holds None, not a JSON object"),
     ("config.json", '{"model_type": "gpt2"}', "is missing"),
-    *[(hugging_face.INDEX, content, said) for content, said in BAD_INDEXES],
+    *[(pretrained.INDEX, content, said) for content, said in BAD_INDEXES],
     ("model.safetensors", "torn", "cannot be read"),
     ("tokenizer.json", '{"a"', "is no tokenizer"),
     ("tokenizer_config.json", '{"eos_token": 3}', "has no token 3"),
@@ -458,13 +458,13 @@ SPELLINGS["gpt2"] = [{"activation_function": name} for name in ("gelu_pytorch_ta
 
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_other_spellings_in_config_json_mean_the_same(name):
-    form = architectures.architecture(name).hugging_face
+    form = registry.format_of(name)
     config = form.config(small_config(**ARCHITECTURES[name]).model)
-    wanted = hugging_face.model_flags(config, "")
+    wanted = pretrained.model_flags(config, "")
     for other in SPELLINGS[name]:
-        assert hugging_face.model_flags(config | other, "") == wanted, other
+        assert pretrained.model_flags(config | other, "") == wanted, other
     for other in [{"partial_rotary_factor": 0.5}, {"hidden_act": "gelu"}, {"unknown": 1}]:
-        refusal(lambda: hugging_face.model_flags(config | other, ""), *other)
+        refusal(lambda: pretrained.model_flags(config | other, ""), *other)
 
 
 def test_bad_configs_tensors_and_files_are_refused_by_name(deepseek, tmp_path):
@@ -508,23 +508,20 @@ def test_other_mistakes_give_one_sentence(deepseek, tmp_path):
 
 
 def test_an_architecture_may_have_no_such_format(monkeypatch):
-    monkeypatch.setattr(gpt2, "ARCHITECTURE", gpt2.ARCHITECTURE._replace(hugging_face=None))
+    monkeypatch.setattr(gpt2, "FORMAT", None)
     exporting = "--architecture gpt2: its models have no Hugging"
-    refusal(lambda: hugging_face.format_to_export("gpt2"), exporting)
+    refusal(lambda: registry.format_to_export("gpt2"), exporting)
     config = {"model_type": "gpt2"}
-    said = refusal(lambda: hugging_face.format_of(config, "config.json"), "model_type is 'gpt2'")
+    said = refusal(lambda: registry.format_of_config(config, "config.json"), "model_type is 'gpt2'")
     assert said.count("gpt2") == 1
 
 
 def test_only_a_file_that_defines_an_architecture_is_one(tmp_path, monkeypatch):
     """Files are read and not run. Two architectures do not share a model_type."""
-    names, copy = (
-        architectures.names.__wrapped__,
-        "from architectures.gpt2 import ARCHITECTURE as GPT2\n",
-    )
-    (tmp_path / "another.py").write_text(
-        f"{copy}ARCHITECTURE: object = GPT2._replace(hugging_face=None)"
-    )
+    names = architectures.names.__wrapped__
+    formats = sys.modules["hf"]
+    copy = "from architectures.gpt2 import ARCHITECTURE as GPT2\n"
+    (tmp_path / "another.py").write_text(f"{copy}ARCHITECTURE: object = GPT2")
     for name, content in dict(
         helper="import no_such_package",
         imports="from architectures.gpt2 import ARCHITECTURE",
@@ -536,10 +533,13 @@ def test_only_a_file_that_defines_an_architecture_is_one(tmp_path, monkeypatch):
     monkeypatch.setattr(architectures, "names", names)
     monkeypatch.setattr(architectures, "__path__", [*architectures.__path__, str(tmp_path)])
     assert names() == ["another", *sorted(ARCHITECTURES)]
-    assert hugging_face.format_of({"model_type": "gpt2"}, "")[0] == "gpt2"
+    assert registry.format_of_config({"model_type": "gpt2"}, "")[0] == "gpt2"
     (tmp_path / "mine.py").write_text(f"{copy}ARCHITECTURE = GPT2")
+    (tmp_path / "formats").mkdir()
+    (tmp_path / "formats/mine.py").write_text("from hf.gpt2 import FORMAT as FORMAT")
+    monkeypatch.setattr(formats, "__path__", [*formats.__path__, str(tmp_path / "formats")])
     both = "both --architecture gpt2 and mine have the model_type 'gpt2'"
-    refusal(lambda: hugging_face.format_of({"model_type": "gpt2"}, "config.json"), both)
+    refusal(lambda: registry.format_of_config({"model_type": "gpt2"}, "config.json"), both)
     words = "import architectures, sys; architectures.names(); sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", words], cwd=ROOT).returncode == 0
 

@@ -10,7 +10,8 @@ from conftest import ARCHITECTURES, refusal
 from huggingface_hub import constants
 from test_hf import exported_run, params_of, same
 
-from inference import hub, hugging_face, weights
+from hf import hub, pretrained
+from inference import weights
 from runtime.files import write_json
 from tools import common, hf, sample
 
@@ -74,8 +75,8 @@ def test_the_whole_file_is_fetched_where_there_are_others_too(cached, monkeypatc
     """As transformers chooses; only the hub knows of it before it is there. generation_config.json, which has the ends
     of text, is fetched with what describes the model."""
     folder, asked = cached("org/name"), []
-    os.remove(folder / hugging_face.WHOLE)
-    write_json(f"{folder}/{hugging_face.INDEX}", dict(weight_map={"a": "1.safetensors"}))
+    os.remove(folder / pretrained.WHOLE)
+    write_json(f"{folder}/{pretrained.INDEX}", dict(weight_map={"a": "1.safetensors"}))
 
     def ask(name, method, revision=None, files_metadata=False, allow_patterns=None):
         asked.append(allow_patterns)
@@ -86,7 +87,7 @@ def test_the_whole_file_is_fetched_where_there_are_others_too(cached, monkeypatc
     monkeypatch.setattr(hub, "ask", ask)
     assert hub.folder_of("hf://org/name") == str(folder)
     assert {"config.json", "generation_config.json"} < {*asked.pop()}
-    for there in (["1.safetensors"], ["1.safetensors", hugging_face.WHOLE]):
+    for there in (["1.safetensors"], ["1.safetensors", pretrained.WHOLE]):
         hub.download("hf://org/name")
         assert asked.pop() == there[-1:]
 

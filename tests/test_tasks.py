@@ -16,6 +16,7 @@ from test_cluster import free_port, start_main
 from test_resume import assert_bitwise, checkpoint_of, metrics_of
 from tokenizers import processors
 
+from hf.registry import format_of
 from shards import tokenization
 from tools import common, evaluate, hf
 
@@ -73,7 +74,6 @@ def models(request, tmp_path_factory, text_shards):
     """(run directory of an imported random model, the folder that it is exported to)."""
     torch = pytest.importorskip("torch", reason="torch is not installed")
     pytest.importorskip("transformers", reason="transformers is not installed")
-    from architectures import architecture
 
     folder = tmp_path_factory.mktemp(request.param)
     tokenizer = tokenization.load_tokenizer(str(text_shards / "tokenizer.tiktoken"))
@@ -86,7 +86,7 @@ def models(request, tmp_path_factory, text_shards):
         post = processors.TemplateProcessing(single="<begin> $A", special_tokens=[begin])
         tokenizer.post_processor = post
     cfg = small_config(T=T, vocab_size=tokenizer.get_vocab_size(), **MODELS[request.param])
-    form = architecture(cfg.model.architecture).hugging_face
+    form = format_of(cfg.model.architecture)
     ids = {f"{name}_id": tokenizer.token_to_id(token) for name, token in names.items()}
     theirs = random_transformer(form.config(cfg.model) | ids, folder)
     with torch.no_grad():

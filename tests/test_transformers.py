@@ -11,9 +11,10 @@ from conftest import ARCHITECTURES, ROOT, batch_of, given, random_transformer, s
 
 import model
 import utils
-from architectures import architecture, hf_format
 from config import presets
-from inference import decoding, hugging_face, weights
+from hf.format import read_flags
+from hf.registry import format_of, format_of_config
+from inference import decoding, weights
 from shards import tokenization
 from tools import common, hf, sample
 from training import steps
@@ -61,7 +62,7 @@ for flags, exponent in zip(SIZES.values(), np.random.default_rng(0).uniform(-6, 
 
 def reference(cfg, folder):
     """transformers' model of the same shape with random weights, every one of which matters."""
-    form = architecture(cfg.model.architecture).hugging_face
+    form = format_of(cfg.model.architecture)
     theirs = random_transformer(form.config(cfg.model), folder).eval()
     with torch.no_grad():
         for name, p in [*theirs.named_parameters(), *theirs.named_buffers()]:
@@ -121,7 +122,7 @@ def test_logits_and_gradients_are_those_of_transformers(size, tmp_path):
     (our_loss, _), our_gradients = grad(params, *batch, jax.random.key(0), 0)
     assert abs(float(our_loss) - loss.item()) < 1e-5
     wanted = gradients_of(theirs, m)
-    for t in architecture(m.architecture).hugging_face.tensors(m):
+    for t in format_of(m.architecture).tensors(m):
         if "correction_bias" in t.name or not math.prod(t.shape):
             continue  # moved by the load, not by a gradient; or of no shared experts
         theirs_ = wanted.pop(t.name)
@@ -214,10 +215,10 @@ CONFIGS = json.loads((ROOT / "tests/published.json").read_text())
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_published_config_is_understood(name, saved):
     config, preset = CONFIGS[name], presets.preset(name)
-    architecture_name, form = hugging_face.format_of(config, "")
+    architecture_name, form = format_of_config(config, "")
     assert architecture_name == preset.model.architecture
     if saved:
         config = transformers.AutoConfig.for_model(**config).to_dict()
-    flags = hf_format.read_flags(form, json.loads(json.dumps(config)), "")
+    flags = read_flags(form, json.loads(json.dumps(config)), "")
     assert flags.pop("T") == min(preset.model.T, 4096)
     assert settled(utils.replace(preset, **flags).model) == settled(preset.model)

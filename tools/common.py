@@ -104,7 +104,8 @@ def open_model(options, text):
 
     import model
     from architectures import parameters
-    from inference import hub, weights
+    from hf import hub
+    from inference import weights
     from training import steps
 
     platforms.find_devices()
@@ -210,7 +211,7 @@ def markdown(rows):
 
 def before_prompt(options, encoding):
     """Token ids that `options.start` puts before every prompt."""
-    from inference import hub  # here: it imports jax
+    from hf import hub  # here: it imports jax
 
     if options.start == "nothing":
         return []

@@ -30,7 +30,9 @@ from tokenizers import pre_tokenizers
 import utils
 from config import settle
 from config.parser import place
-from inference import hub, hugging_face, weights
+from hf import hub, pretrained
+from hf.registry import format_to_export
+from inference import weights
 from runtime.files import (
     appearing,
     check_run_path,
@@ -47,16 +49,16 @@ from tools import common
 from tools.model_card import model_card
 from training import checkpointing, steps
 
-CODE = os.path.realpath(f"{__file__}/../../inference/exported")  # of what transformers lacks
+CODE = os.path.realpath(f"{__file__}/../../hf/exported")  # of what transformers lacks
 
 
 def import_folder(folder, run_dir):
     """Write a run directory with the weights of `folder`, or of a model of the hub, as its only checkpoint."""
     folder = hub.download(folder)
-    flags = hugging_face.model_flags(read_json(folder, "config.json"), folder)
+    flags = pretrained.model_flags(read_json(folder, "config.json"), folder)
     cfg = config_of_one_device(flags, run_dir)
     tokenization.folder_tokenizer(folder)  # a torn tokenizer is refused before weights are read
-    params = hugging_face.load(folder, steps.abstract_params(cfg, steps.make_mesh(cfg)))
+    params = pretrained.load(folder, steps.abstract_params(cfg, steps.make_mesh(cfg)))
     output_dir, name = os.path.split(os.path.abspath(run_dir))
     config = utils.flatten(cfg) | dict(name=name, output_dir=output_dir, encoding="")
     config["positions"] = weights.positions(folder, flags["T"])
@@ -81,7 +83,7 @@ def export(run_dir, folder, dtype="float32", title=""):
     """Write a run's newest sound checkpoint as a folder that transformers loads. title: its name there, if another."""
     flags, load = weights.open_weights(run_dir)
     cfg = config_of_one_device(flags, run_dir)
-    form = hugging_face.format_to_export(cfg.model.architecture)
+    form = format_to_export(cfg.model.architecture)
     local = hub.folder_of(run_dir)
     config = form.config(cfg.model) | dict(torch_dtype=dtype)
     params = load(steps.abstract_params(cfg, steps.make_mesh(cfg)))

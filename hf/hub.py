@@ -9,13 +9,13 @@ import sys
 import huggingface_hub
 from huggingface_hub import errors
 
-from inference import hugging_face
+from hf import pretrained
 from runtime.messages import UserError, first_line, say, size
 
 PREFIX = "hf://"
 GPT2 = {"gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "distilgpt2"}  # need no prefix
 DESCRIPTION = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
-DESCRIPTION += [hugging_face.INDEX]
+DESCRIPTION += [pretrained.INDEX]
 ABSENT = (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError)
 
 
@@ -59,14 +59,14 @@ def ask(name, method, revision=None, **settings):
 def download(name):
     """`folder_of` a model, now with its weights. Prints how much is downloaded. Raises UserError."""
     folder = folder_of(name)
-    missing = [f for f in hugging_face.weight_files(folder) if not os.path.isfile(f"{folder}/{f}")]
+    missing = [f for f in pretrained.weight_files(folder) if not os.path.isfile(f"{folder}/{f}")]
     if not missing or not is_on_hub(name):
         return folder
     commit = os.path.basename(folder)
     about = ask(name, huggingface_hub.HfApi().model_info, commit, files_metadata=True)
     sizes = {file.rfilename: file.size or 0 for file in about.siblings}
-    if hugging_face.WHOLE in sizes:
-        missing = [hugging_face.WHOLE]  # which counts beside an index, too
+    if pretrained.WHOLE in sizes:
+        missing = [pretrained.WHOLE]  # which counts beside an index, too
     for file in missing:
         if file not in sizes:
             raise UserError(f"{name}: has no {file}; only weights in safetensors are read.")

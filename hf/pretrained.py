@@ -16,8 +16,9 @@ from safetensors import safe_open
 
 import architectures
 import utils
-from architectures import hf_format
 from config import settle
+from hf.format import HEAD, NULL, read_flags
+from hf.registry import format_of_config
 from runtime.files import read_json
 from runtime.messages import UserError, warn
 
@@ -26,37 +27,11 @@ WHOLE = "model.safetensors"  # the file of all tensors
 INDEX = f"{WHOLE}.index.json"  # says which of several files holds a tensor
 
 
-def format_of(config, where):
-    """(name, `HuggingFace`) of the architecture of a config.json. Raises UserError where none supports it."""
-    formats = {}
-    for name in architectures.names():
-        form = architectures.architecture(name).hugging_face
-        for kind in form.model_types if form else ():
-            if kind in formats:
-                raise UserError(
-                    f"{where}: both --architecture {formats[kind][0]} and {name} have the model_type {kind!r}; take it "
-                    f"out of one of them."
-                )
-            formats[kind] = name, form
-    kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in formats:
-        raise UserError(f"{where}: model_type is {kind!r}; supported are {', '.join(formats)}.")
-    return formats[kind]
-
-
-def format_to_export(name):
-    """`HuggingFace` of an architecture. Raises UserError where it has none."""
-    form = architectures.architecture(name).hugging_face
-    if form is None:
-        raise UserError(f"--architecture {name}: its models have no Hugging Face format here.")
-    return form
-
-
 def model_flags(config, folder):
     """{flag: value} of the model in a folder with this config.json. Raises UserError for one that is not supported."""
     where = os.path.join(folder, "config.json")
-    name, form = format_of(config, where)
-    own = hf_format.read_flags(form, config, where)
+    name, form = format_of_config(config, where)
+    own = read_flags(form, config, where)
     flags = architectures.flags_without_choice(name) | own
     settle.check_model(flags, where, form.names)
     return flags
@@ -266,7 +241,7 @@ def other_values(config, there, names, m, form):
             values[entry] = set(sizes)
             for size, wanted in changes if isinstance(now, int) else ():
                 values[entry] |= {now * size // wanted, now + size - wanted}
-            if hf_format.NULL.get(entry) == 0:
+            if NULL.get(entry) == 0:
                 values[entry] = values[entry] - {0} | {None}
     return values
 
@@ -295,7 +270,7 @@ def read_tensor(there, name):
 def load(folder, abstract):
     """Parameters like `abstract` (steps.abstract_params) from a folder, tensor by tensor. Raises UserError."""
     config = read_json(folder, "config.json")
-    _, form = format_of(config, os.path.join(folder, "config.json"))
+    _, form = format_of_config(config, os.path.join(folder, "config.json"))
     m = model_of(config, folder)
     there = check(folder, config, m, form)
     if m.tied:
@@ -321,7 +296,7 @@ def load(folder, abstract):
 def check_head_is_tied(folder, there, form, m):
     """Raises UserError where the files hold a head that is not the embedding."""
     rows = name_in(there, next(form.tensors(m)).name, form)
-    head = name_in(there, hf_format.HEAD, form)
+    head = name_in(there, HEAD, form)
     if head not in there:
         return
     pair = [read_tensor(there, name) for name in (head, rows)]

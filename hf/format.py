@@ -1,4 +1,4 @@
-"""What an architecture says of its Hugging Face format: which tensor is which, and what config.json holds."""
+"""The Hugging Face format of an architecture: which tensor is which parameter, and what config.json holds."""
 
 import math
 from collections.abc import Callable
@@ -171,21 +171,21 @@ def read_flags(form, config, where):
     return utils.read_values(form.flags(flags, left), where, form.names)
 
 
-def take_T(left):
-    """The value of T, whose entry is taken out of the config `left`."""
+def pop_context_length(left):
+    """Remove max_position_embeddings from the config `left`; return the value of T that follows from it."""
     positions = left.pop("max_position_embeddings", None) or MOST_T
     return min(positions, MOST_T) if isinstance(positions, int) else positions
 
 
-def take_object(left, name):
-    """The object at `name`, taken out of the config `left`; {} where it is missing or null."""
+def pop_object(left, name):
+    """Remove `name` from the config `left`; return its object, {} where it is missing or null."""
     return dict(left.pop(name, None) or {})
 
 
-def take_rope(left):
-    """(base, what else is there of rotary positions), whose entries are taken out of the config `left`."""
+def pop_rope(left):
+    """Remove the entries of rotary positions from the config `left`; return (base, what else they hold)."""
     base = left.pop("rope_theta", 10_000.0)
-    scaling, parameters = take_object(left, "rope_scaling"), take_object(left, "rope_parameters")
+    scaling, parameters = pop_object(left, "rope_scaling"), pop_object(left, "rope_parameters")
     rope = scaling or parameters
     rope = {"rope_type": rope.get("type", "default")} | rope  # type is its older name
     if rope.get("factor") == 1 and rope["rope_type"] in ("default", "linear"):
@@ -194,9 +194,9 @@ def take_rope(left):
     return rope.pop("rope_theta", base), rope
 
 
-def take_norm_of_gates(left, k, missing):
-    """Take norm_topk_prob, `missing` where it is missing, out of what is left of a config of k experts for each token.
-    Raises UserError where gates would not be those of `experts.choose_experts`."""
+def pop_norm_of_gates(left, k, missing):
+    """Remove norm_topk_prob, by default `missing`, from the config `left` of a model with k experts for each token.
+    Raises UserError where its gates would not be those of `experts.choose_experts`."""
     norm = left.pop("norm_topk_prob", missing)
     if norm != (k > 1):
         raise UserError(
