@@ -51,19 +51,13 @@ import jax
 
 from config import settle
 from config.presets import preset
-from dataset import (
-    Mixture,
-    Prefetch,
-    data_fingerprint,
-    encoding_of,
-    manifests,
-    opening_of,
-    put_batch,
-)
+from dataset import Prefetch, put_batch
 from hf import registry
 from inference import weights
 from inference.sampling import make_sampler
 from runtime import chips, processes
+from shards.listing import encoding_of, manifests, opening_of
+from shards.mixture import Mixture, data_fingerprint
 from shards.tokenization import keep_tokenizer
 from training import profiling, steps
 from training.bad_steps import BadSteps

@@ -72,7 +72,7 @@ def settle(
     n_devices: how many are present; what --n_devices and --n_device_axis leave open follows from it.
     weights: {flag: value} of the model in --init_from, as `weights.open_weights` returns it; None without that flag.
     stored: `stored_config` of the run that it resumes, {} of a new one, None where none is meant (--plan, benchmarks).
-    shards: as `dataset.manifests` lists them. encoding: their tokenizer, None where none is known.
+    shards: as `listing.manifests` lists them. encoding: their tokenizer, None where none is known.
     device_kind: of the devices, as jax names it; "" where there is none to tell.
     memory_share: Config -> the share of a device's memory that a step needs; None where that is not known.
     Raises UserError naming the flag, its value and what would do.
@@ -176,7 +176,7 @@ def follow_dtype(flags, stored, device_kind):
 
 
 def follow_shards(flags, stored, shards):
-    """`flags` with the vocabulary of the tokenizer that made `shards`, as `dataset.manifests` lists them, unless flags,
+    """`flags` with the vocabulary of the tokenizer that made `shards`, as `listing.manifests` lists them, unless flags,
     weights or the run that it resumes have one, or the preset's is larger by padding alone. A change is printed."""
     r, now = flags.cfg.run, flags.cfg.model.vocab_size
     if stored:
@@ -228,7 +228,7 @@ def fit_text(flags, stored, shards):
 
 
 def sequences_in(shards, T):
-    """{split: sequences of T + 1 tokens} of shards as `dataset.manifests` lists them."""
+    """{split: sequences of T + 1 tokens} of shards as `listing.manifests` lists them."""
     held = dict.fromkeys(FEWEST, 0)
     for _, folder, manifest in shards:
         each = [max(0, (shard["tokens"] - 1) // T) for shard in manifest["shards"]]

@@ -126,7 +126,7 @@ def ends(folder):
 
 
 def check_tokenizer(where, folder, shards, flag=""):
-    """Raises UserError where the ids of `shards`, as `dataset.manifests` lists them, mean other tokens than the weights
+    """Raises UserError where the ids of `shards`, as `listing.manifests` lists them, mean other tokens than the weights
     in `folder` know; warns where that is not known. where: begins the message; flag: --tokenizer of the shards."""
     local = hub.folder_of(folder)
     encoding = tokenization.folder_tokenizer(local)

@@ -106,22 +106,22 @@ class Shard:
     """One .npy file of token ids, local, or remote and read through a Cache by blocks.
 
     A block is verified when it is first read, and again where the local file has changed since; then only the bytes
-    that are asked for are read. info: the file's size and what else its storage says of it; about: its entry in the
+    that are asked for are read. info: the file's size and what else its storage says of it; entry: its entry in the
     manifest, {} without one. All methods raise UserError, naming the file, where it is missing, damaged or no shard,
     and Unavailable where it cannot be read.
     """
 
-    def __init__(self, path, info, about, cache):
+    def __init__(self, path, info, entry, cache):
         self.path = path
         self.size = info["size"]
-        self.about = about
+        self.entry = entry
         self.locks = {}  # {block: lock}
         self.verified = {}  # {block: version of its copy on this machine that was found sound}
         self.first = None  # version of the local file when it was first read
         self.cache = cache
         # without a manifest, what storage says tells whether an object was written anew
         identity = repr((path, sorted(map(repr, info.items()))))
-        self.key = about.get("sha256") or hashlib.sha256(identity.encode()).hexdigest()
+        self.key = entry.get("sha256") or hashlib.sha256(identity.encode()).hexdigest()
         self.is_remote = is_remote(path)
 
     @functools.cached_property
@@ -150,7 +150,7 @@ class Shard:
     @property
     def length(self):
         """Number of tokens, which the manifest tells without a look at the file."""
-        return self.about.get("tokens") or self.header[2]
+        return self.entry.get("tokens") or self.header[2]
 
     def read(self, start, stop, vocab_size):
         """Token ids start .. stop, of the file's dtype. Raises UserError for one beyond the vocabulary."""
@@ -223,7 +223,7 @@ class Shard:
             raise self._damaged(f"it has {stat.st_size:,} bytes instead of {self.size:,}")
         version = stat.st_size, stat.st_mtime_ns
         self.first = self.first or version
-        if version != self.first and not self.about.get(
+        if version != self.first and not self.entry.get(
             "crc32"
         ):  # nothing tells whether it is the same
             raise self._damaged("it was changed after training began")
@@ -237,7 +237,7 @@ class Shard:
         """Whether `content` has the length and, where one is known, the checksum of block b."""
         if len(content) != min(BLOCK, self.size - b * BLOCK):
             return False
-        known = self.about.get("crc32", "")[8 * b : 8 * b + 8]
+        known = self.entry.get("crc32", "")[8 * b : 8 * b + 8]
         return known in ("", f"{zlib.crc32(content):08x}")
 
     def _missing(self):

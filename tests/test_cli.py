@@ -20,13 +20,13 @@ import pytest
 from conftest import ARCHITECTURES, BYTE_RANKS, ROOT, SMALL, flags_of, refusal, small_config
 
 import architectures
-import dataset
 import utils
 from config import command_line, parser, presets, settle
 from data import tokenize_shards, train_tokenizer
 from data.sources import kinds
 from runtime import files, messages, platforms, processes
 from shards import tokenization
+from shards.corpus import Corpus
 from tools import bench, checkpoints, common, compare, evaluate, hf, trace
 from training import steps
 
@@ -191,7 +191,7 @@ def test_no_password_of_an_address_is_printed_or_stored(tmp_path, monkeypatch, c
     monkeypatch.setattr(files, "WAITS", (0,))
     source = SimpleNamespace(source=HIDDEN, text_column="text", skip_damaged=False)
     works = [lambda: files.read_file(HIDDEN), lambda: kinds.open_source(source)]
-    works += [lambda: dataset.Corpus(small_config(data=HIDDEN), HIDDEN, "train")]
+    works += [lambda: Corpus(small_config(data=HIDDEN), HIDDEN, "train")]
     works += [lambda: evaluate.open_shards(common.Evaluate(model="x"), small_config(), HIDDEN)]
     for work in works:
         said = refusal(work, "127.0.0.1:9/a@b?", "page=3")
@@ -963,7 +963,7 @@ def test_heads_of_qwen3_that_do_not_fit_are_refused():
 
 
 def little(train, val):
-    """Shards of so many tokens, as `dataset.manifests` lists them."""
+    """Shards of so many tokens, as `listing.manifests` lists them."""
     made = {}
     for split, n in (("train", train), ("val", val)):
         made[split] = dict(vocab_size=300, tokens=n, shards=[dict(name="000000.npy", tokens=n)])

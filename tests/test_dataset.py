@@ -19,12 +19,15 @@ import dataset
 from collectives import BATCH_SPEC
 from runtime import messages
 from shards import manifest, storage, tokenization
+from shards.corpus import Corpus, permute
+from shards.missing import remedy
+from shards.mixture import Mixture
 from training import steps
 
 
 @pytest.fixture
 def corpus(shards):
-    return dataset.Corpus(small_config(), str(shards), "train")
+    return Corpus(small_config(), str(shards), "train")
 
 
 def as_set(rows):
@@ -35,7 +38,7 @@ def as_set(rows):
 def test_an_epoch_visits_every_sequence_once_and_the_next_in_another_order(
     corpus, monkeypatch, window
 ):
-    monkeypatch.setattr(dataset, "WINDOW", window)
+    monkeypatch.setattr("shards.corpus.WINDOW", window)
     N = corpus.n_sequences
     assert N == sum((len(np.load(s.path)) - 1) // 32 for s in corpus.shards)
     order = partial(corpus.sequences, seed=3)
@@ -101,11 +104,11 @@ def corpora(tmp_path):
 
 
 def mixture(corpora, mix, n=10**6):
-    return dataset.Mixture(small_config(data=str(corpora), mix=mix), "train", n)
+    return Mixture(small_config(data=str(corpora), mix=mix), "train", n)
 
 
 def validation(corpora, mix):
-    return dataset.Mixture(small_config(data=str(corpora), mix=mix), "val")
+    return Mixture(small_config(data=str(corpora), mix=mix), "val")
 
 
 PHASED = "a:3,b:1 until 0.25, b:1,c:1 until 0.7, a:1,c:3"
@@ -269,7 +272,7 @@ def test_prefetch_makes_three_ahead_and_raises_in_turn():
 
 
 def refused(folder, **flags):
-    return refusal(lambda: dataset.Corpus(small_config(**flags), str(folder), "train"))
+    return refusal(lambda: Corpus(small_config(**flags), str(folder), "train"))
 
 
 def test_bad_shards_are_named(tmp_path):
@@ -277,7 +280,7 @@ def test_bad_shards_are_named(tmp_path):
     (tmp_path / "train").mkdir()
     path = tmp_path / "train" / "000000.npy"
     np.save(path, np.arange(200, dtype=np.uint16))
-    assert dataset.Corpus(small_config(vocab_size=200), str(tmp_path), "train").n_sequences == 6
+    assert Corpus(small_config(vocab_size=200), str(tmp_path), "train").n_sequences == 6
     assert "have no 513 tokens" in refused(tmp_path, T=512)
     assert f"{path} holds token id 199" in refused(tmp_path, vocab_size=199)
     path.write_bytes(path.read_bytes()[:-10])
@@ -296,7 +299,7 @@ def test_every_version_of_npy_is_read(tmp_path, version):
     with open(tmp_path / "train/000000.npy", "wb") as file:
         np.lib.format.write_array(file, ids, version)
     (tmp_path / "train/._000000.npy").write_bytes(b"\0\5\x16\7\0\2\0\0Mac OS X")
-    corpus = dataset.Corpus(small_config(vocab_size=200), str(tmp_path), "train")
+    corpus = Corpus(small_config(vocab_size=200), str(tmp_path), "train")
     rows = corpus.read(np.arange(corpus.n_sequences), np.arange(1))
     assert np.array_equal(rows[:, :-1].ravel(), ids[: rows[:, :-1].size])
 
@@ -339,10 +342,10 @@ def test_a_path_that_exists_is_no_glob(tmp_path, address):
     data = address.format(tmp_path)
     flags = dict(cache_dir=str(tmp_path / "cache"), vocab_size=9)
     for mixed in (dict(data=f"{data}/a[1]"), dict(data=data, mix="a[1]:1")):
-        mixture = dataset.Mixture(small_config(**flags, **mixed), "train")
+        mixture = Mixture(small_config(**flags, **mixed), "train")
         assert set(mixture.corpora[0].sequences(np.arange(2), 0).ravel()) == {1}
     assert "such as" in refused(data) or "memory" in address
-    assert "a[1]" not in dataset.instead(f"{tmp_path}/a[0-9]/train")
+    assert "a[1]" not in remedy(f"{tmp_path}/a[0-9]/train")
 
 
 # --- Manifests --------------------------------------------------------------------------------------------------
@@ -360,7 +363,7 @@ def described(tmp_path, monkeypatch):
 
 
 def open_described(folder, **flags):
-    return dataset.Mixture(small_config(data=str(folder), **flags), "train")
+    return Mixture(small_config(data=str(folder), **flags), "train")
 
 
 def encoding_of(mixed):
@@ -467,7 +470,7 @@ def test_permute_puts_every_index_everywhere_alike():
     """Counts over 2,000 keys of where each index of a small size lies, and of where two of them lie together."""
     keys = 2000
     for size in (2, 3, 5, 8, 17, 32, 33):
-        drawn = [dataset.permute(np.arange(size), size, [5, key]) for key in range(keys)]
+        drawn = [permute(np.arange(size), size, [5, key]) for key in range(keys)]
         places, pairs = np.zeros((2, size, size))
         for permuted in drawn:
             places[np.arange(size), permuted] += 1
@@ -481,11 +484,11 @@ def test_permute_puts_every_index_everywhere_alike():
 
 def test_permute_is_a_permutation_that_depends_on_its_key():
     for size in (1, 2, 3, 7, 64, 1000, 4097):
-        a, b = (dataset.permute(np.arange(size), size, [5, key]) for key in (0, 1))
+        a, b = (permute(np.arange(size), size, [5, key]) for key in (0, 1))
         assert sorted(a) == list(range(size)) == sorted(b)
         assert size < 7 or not np.array_equal(a, b)
-    one_by_one = [int(dataset.permute(np.array([i]), 1000, [5, 0])[0]) for i in range(50)]
-    assert one_by_one == dataset.permute(np.arange(50), 1000, [5, 0]).tolist()
+    one_by_one = [int(permute(np.array([i]), 1000, [5, 0])[0]) for i in range(50)]
+    assert one_by_one == permute(np.arange(50), 1000, [5, 0]).tolist()
     assert one_by_one[:6] == [963, 683, 680, 129, 462, 123], "the order of every run's data changes"
 
 

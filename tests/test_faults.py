@@ -28,13 +28,13 @@ from conftest import ROOT, SMALL, flags_of, free_port, given, refusal, wait_for
 from test_cluster import XLA_FLAGS
 from test_resume import TINY, metrics_of
 
-import dataset
 import main
 import model
 import utils
 from config import command_line, presets
 from data.sources.kinds import open_source
 from runtime import files, interrupts, locks, messages, processes
+from shards.mixture import Mixture
 from shards.storage import Shard
 from tools import checkpoints as tool
 from tools import hf
@@ -66,7 +66,7 @@ def test_single_bad_steps_are_counted_and_cause_no_rollback(capsys):
 def poisoned(cfg, steps, per_step):
     """`model.make_loss` whose training loss is not finite on batches that an undisturbed run has at these steps."""
     make_loss, first = model.make_loss, (np.array(steps) - 1) * per_step
-    bad = dataset.Mixture(cfg, "train").sequences(first, seed=0)[:, :-1]
+    bad = Mixture(cfg, "train").sequences(first, seed=0)[:, :-1]
 
     def make(cfg, mesh, train):
         loss = make_loss(cfg, mesh, train)
@@ -586,7 +586,8 @@ platforms.set_xla_flags(2, 2)
 import jax
 import jax.numpy as jnp
 import numpy as np
-import dataset, main, model
+import main, model
+from shards.mixture import Mixture
 from runtime import processes
 
 {inspect.getsource(poisoned)}

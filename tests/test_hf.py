@@ -34,11 +34,12 @@ from test_tools import make_run
 import architectures
 import utils
 from config import command_line, parser, settle
-from dataset import Mixture, manifests
 from hf import gpt2, pretrained, registry
 from inference import sampling, weights
 from runtime import files
 from shards import tokenization
+from shards.listing import manifests
+from shards.mixture import Mixture
 from tools import common, evaluate, hf, model_card, sample
 from training import steps
 

@@ -23,7 +23,6 @@ from conftest import (
 )
 from test_resume import TINY, assert_bitwise, checkpoint_of, metrics_of
 
-import dataset
 import main
 import utils
 from config import presets, settle
@@ -31,6 +30,7 @@ from data import output
 from inference import weights
 from runtime import files, messages, outbox, processes
 from shards import storage
+from shards.corpus import READERS, Corpus
 from tools import checkpoints, common, compare, evaluate, hf, sample
 from training import steps
 from training.checkpointing import Checkpoints
@@ -68,7 +68,7 @@ def remote(tmp_path, monkeypatch):
 
 def open_corpus(root, tmp_path, **flags):
     cfg = small_config(cache_dir=str(tmp_path / "cache"), **flags)
-    return dataset.Corpus(cfg, str(root), "train")
+    return Corpus(cfg, str(root), "train")
 
 
 def kept(tmp_path):
@@ -226,7 +226,7 @@ def test_local_shards_are_verified(remote, tmp_path, monkeypatch):
     path.write_bytes(content)
     said = f"{path} is damaged", "bytes from 1,024 on"
     refusal(lambda: open_corpus(folder, tmp_path), *said)
-    monkeypatch.setattr(dataset, "CHECK_AT_START", 0)
+    monkeypatch.setattr("shards.corpus.CHECK_AT_START", 0)
     corpus = open_corpus(folder, tmp_path)
     refusal(lambda: corpus.sequences(np.arange(corpus.n_sequences), seed=1), *said)
 
@@ -234,7 +234,7 @@ def test_local_shards_are_verified(remote, tmp_path, monkeypatch):
 def test_a_lost_shard_ends_the_run_after_a_checkpoint(remote, train, tmp_path, monkeypatch):
     """The run resumes when the shard is back, with the losses of one that never lost it."""
     folder, address, _ = remote
-    monkeypatch.setattr(dataset, "WINDOW", 31 * 32)  # a shard: the epoch's last is read last
+    monkeypatch.setattr("shards.corpus.WINDOW", 31 * 32)  # a shard: the epoch's last is read last
     flags = TINY | dict(T=32, train_batch_size=32, training_steps=14, eval_every=7)
     flags |= dict(data=address, cache_dir=tmp_path / "cache")
     name = f"{np.random.default_rng([0, 0]).permutation(SHARDS)[-1]:06d}.npy"
@@ -417,7 +417,7 @@ def test_the_cache_is_bounded(remote, tmp_path, limit):
 def test_blocks_that_threads_put_at_once_are_all_kept(tmp_path):
     cache, key = storage.Cache(str(tmp_path), 1e9), "0123456789" * 4
     names = [f"{key}-{i}" for i in range(500)]
-    list(dataset.READERS.map(lambda name: cache.put(name, bytes(100)), names))
+    list(READERS.map(lambda name: cache.put(name, bytes(100)), names))
     assert {path.name for path in tmp_path.iterdir()} == {*names}
 
 

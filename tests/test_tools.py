@@ -18,10 +18,10 @@ from conftest import BYTE_RANKS, ROOT, SMALL_GPT2, describe, make_params, refusa
 import main
 import utils
 from config import presets, settle
-from dataset import Corpus
 from inference import decoding, weights
 from runtime import messages
 from shards import tokenization
+from shards.corpus import Corpus
 from tools import common, evaluate, hf, sample
 from training import steps
 from training.checkpointing import Checkpoints
@@ -268,7 +268,7 @@ def write_model(folder, ranks, ending):
 
 
 def shards_of(folder, ranks, ending, name=None):
-    """What `dataset.manifests` would say of shards that the tokenizer of ranks made."""
+    """What `listing.manifests` would say of shards that the tokenizer of ranks made."""
     path = write_model(folder, ranks, ending)
     sha256 = tokenization.content_sha256(tokenization.load_tokenizer(str(path)))
     manifest = dict(tokenizer=name or path.name, tokenizer_sha256=sha256)

@@ -35,10 +35,10 @@ from data.encoding import count_lost, encode_text
 from data.sources.base import ADVICE
 from data.sources.kinds import find, open_source
 from data.sources.text import read_text
-from dataset import Corpus
 from inference import weights
 from inference.scores import Piece, make_scorer, mean
 from shards import manifest
+from shards.corpus import Corpus
 from shards.storage import list_shards
 
 
