@@ -29,7 +29,7 @@ class Blocks(NamedTuple):
     stages: int = 2  # of the pipeline that loads blocks ahead of their products
 
 
-# By times on an H200 (docs/machines/h200.md). Smaller ones where key and value have more than WIDE channels together,
+# By times on an H200 (dev/log.md, 2026-11-26). Smaller ones where key and value have more than WIDE channels together,
 # and in float32, so that registers suffice.
 BLOCKS = Blocks(64)
 WIDE, WIDE_BACKWARD = 192, Blocks(32, stages=3)

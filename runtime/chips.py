@@ -22,7 +22,7 @@ from runtime import platforms
 from runtime.messages import UserError
 
 GiB = 2**30
-# Of peak and bandwidth, by a trace of an H200 (docs/machines/h200.md). Estimates of TPUs are their compiler's.
+# Of peak and bandwidth, by a trace of an H200 (dev/log.md, 2026-11-26). Estimates of TPUs are their compiler's.
 GPU_REACHES = 0.75
 
 
