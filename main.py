@@ -56,16 +56,22 @@ from hf import registry
 from inference import weights
 from inference.sampling import make_sampler
 from runtime import chips, processes
+from runtime.jax_setup import configure_jax, set_precision
 from shards.listing import encoding_of, manifests, opening_of
 from shards.mixture import Mixture, data_fingerprint
 from shards.tokenization import keep_tokenizer
-from training import profiling, steps
+from training import profiling
 from training.bad_steps import BadSteps
+from training.device_mesh import make_mesh
+from training.evaluation import make_evaluate
 from training.meter import Goodput, Meter
 from training.optimizer import hyperparameters, make_optimizer
 from training.overfitting import Overfitting
 from training.run_checkpoints import RunCheckpoints
 from training.runlog import NoLog, Progress, RunLog
+from training.sizes import batch_shape, count_in_words, tokens_in_words
+from training.train_state import abstract_state
+from training.train_step import lower_train_step
 
 
 def main(flags, began=None, pulse=None):
@@ -84,7 +90,7 @@ def begin(flags, goodput, pulse):
     asked = flags.cfg  # not settled: only what no run, no data and no device changes is read of it
     settle.check_names(asked)  # before anything is written there
     processes.on_all(lambda: check_run_path(asked.run.folder, "--output_dir"))
-    steps.configure_jax(asked)
+    configure_jax(asked)
     of_weights = load_weights = None
     if asked.run.init_from:
         of_weights, load_weights = weights.open_weights(asked.run.init_from)
@@ -101,7 +107,7 @@ def begin(flags, goodput, pulse):
         kind = jax.devices()[0].device_kind
         n, share = jax.device_count(), memory_share(kind)
         cfg = settle.settle(flags, n, of_weights, stored, shards, encoding, kind, share)
-        steps.set_precision(cfg)
+        set_precision(cfg)
         if of_weights:
             most = weights.positions(cfg.run.init_from, of_weights["T"])
             if cfg.model.T > most:
@@ -128,7 +134,7 @@ def train(cfg, stored, encoding, load_weights, goodput, pulse, lock):
     corpus, val_corpus, data = open_data(cfg, stored, encoding)
 
     # --- Mesh, model
-    mesh = steps.make_mesh(cfg)
+    mesh = make_mesh(cfg)
     print_setup(cfg, corpus, val_corpus)
 
     # --- Optimizer
@@ -151,7 +157,7 @@ def train(cfg, stored, encoding, load_weights, goodput, pulse, lock):
     # --- Steps: the batches come first, so that what is wrong with them is said before minutes of compiling
     with goodput.during("waiting"):
         training = Training(cfg, mesh, corpus, checkpoints, state, meta, goodput, pulse)
-    training.evaluate = steps.make_evaluate(cfg, mesh, val_corpus)
+    training.evaluate = make_evaluate(cfg, mesh, val_corpus)
     whose = cfg.run.folder if stored else cfg.run.init_from
     ends = weights.ends(whose) if whose else []
     training.score_tasks = processes.on_all(lambda: open_tasks(cfg, mesh, encoding, ends))
@@ -191,7 +197,7 @@ class Training:
         self.sequences = meta["sequences"]
         self.bad_steps = BadSteps(cfg.run.max_bad_steps, meta.get("faults"))
         self.profile = profiling.Profile(cfg, self.step)
-        self.per_step = math.prod(steps.batch_shape(cfg)[:-1])  # sequences
+        self.per_step = math.prod(batch_shape(cfg)[:-1])  # sequences
         tokens = self.per_step * corpus.T
         self.meter = Meter(tokens, corpus, self.bad_steps, self.profile, goodput)
         self.newest = None  # the row that was logged last
@@ -355,7 +361,7 @@ class Training:
 
     def read_batches(self):
         """Batches of the next steps, read ahead. Raises UserError on all processes where the first cannot be read."""
-        shape = steps.batch_shape(self.cfg)
+        shape = batch_shape(self.cfg)
         steps_left = self.cfg.run.training_steps - self.step
         end = self.sequences + steps_left * self.per_step
         each_first = range(self.sequences, end, self.per_step)
@@ -371,7 +377,7 @@ class Training:
 
 def open_data(cfg, stored, encoding):
     """(training data, validation data, their fingerprint), checked against `stored` and the other processes."""
-    per_step = math.prod(steps.batch_shape(cfg)[:-1])  # sequences
+    per_step = math.prod(batch_shape(cfg)[:-1])  # sequences
     corpus = Mixture(cfg, "train", cfg.run.training_steps * per_step)
     val_corpus = Mixture(cfg, "val")
     for part in (corpus, val_corpus):
@@ -393,7 +399,7 @@ def print_setup(cfg, corpus, val_corpus):
     say(f"mesh (dp, pp, tp) = {cfg.run.n_device_axis} on {cfg.run.n_devices} x {kind}")
     if jax.default_backend() != "cpu" and chips.chip_of(kind) is None:
         say(f"the peak of {kind} is not known, so no MFU is shown")
-    say(f"parameters: {steps.count_in_words(cfg)}")
+    say(f"parameters: {count_in_words(cfg)}")
     shares = corpus.shares / corpus.shares.sum(1, keepdims=True)
     for part, (first, *later) in zip(corpus.corpora, shares.T):
         words = f"data: {part.n_sequences:,} sequences of {part.T} tokens in {part.folder}"
@@ -405,7 +411,7 @@ def print_setup(cfg, corpus, val_corpus):
     for part in [*corpus.corpora, *val_corpus.corpora]:
         if part.unverified and jax.process_index() == 0:
             say(f"warning: {part.unverified}")
-    say(steps.tokens_in_words(cfg))
+    say(tokens_in_words(cfg))
 
 
 def open_tasks(cfg, mesh, encoding, ends):
@@ -421,10 +427,10 @@ def open_tasks(cfg, mesh, encoding, ends):
 
 
 def compile_train_step(cfg, mesh, optimizer):
-    """The compiled train step of training/steps.py; how long that took is printed."""
+    """The compiled train step of training/train_step.py; how long that took is printed."""
     began = time.time()
-    abstract = steps.abstract_state(cfg, mesh, optimizer)
-    lowered = steps.lower_train_step(cfg, mesh, abstract)
+    abstract = abstract_state(cfg, mesh, optimizer)
+    lowered = lower_train_step(cfg, mesh, abstract)
     # A cached program carries the names of the code that compiled it, which --profile would show.
     by_names = "jax_compilation_cache_include_metadata_in_key"
     jax.config.update(by_names, bool(cfg.run.profile))

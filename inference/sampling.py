@@ -10,18 +10,18 @@ import utils
 from config import settle
 from inference import decoding
 from shards.tokenization import text_of
-from training import steps
+from training.train_state import abstract_params, arranger
 
 
 def make_sampler(cfg, mesh, encoding, ends=()):
     """`sample(params)` -> texts that continue --prompt, with the same draws every time; no texts where there is no
     tokenizer (`encoding`) or --T leaves no room. ends: of `weights.ends`. Decoding wants the blocks in order
-    (`steps.arranger`)."""
+    (`arranger`)."""
     prompt = settle.prompt_ids(cfg, encoding)
     if prompt is None:
         return lambda params: []
     in_order = utils.replace(cfg, pp_interleave=1)
-    rearrange = steps.arranger(cfg, steps.abstract_params(in_order, mesh))
+    rearrange = arranger(cfg, abstract_params(in_order, mesh))
     ends = {encoding.eot_token, *ends}
     s, dp = cfg.sample, cfg.run.n_device_axis[0]
     n_rows = math.ceil(s.inference_batch / dp) * dp  # dp must divide them

@@ -23,7 +23,8 @@ from inference import decoding
 from inference.scores import Piece, length_for, make_scorer
 from runtime.messages import UserError, first_line, nearest, say
 from shards.tokenization import HubTokenizer, check_ids, special_tokens, text_of, whole_characters
-from training import steps
+from training.sizes import val_batch_shape
+from training.train_state import abstract_params, arranger
 
 try:
     import lm_eval.api.task
@@ -69,7 +70,7 @@ class TaskModel(TemplateLM):
         self.score = make_scorer(cfg, mesh, batch_size)
         self.rows = batch_size * cfg.run.n_device_axis[0]  # of a batch that is continued
         in_order = utils.replace(cfg, pp_interleave=1)
-        self.arrange = steps.arranger(cfg, steps.abstract_params(in_order, mesh))
+        self.arrange = arranger(cfg, abstract_params(in_order, mesh))
         self.stream = functools.cache(functools.partial(decoding.make_stream, in_order, mesh))
         self.special = special_tokens(encoding)
         self.eot_token_id = encoding.eot_token
@@ -292,7 +293,7 @@ def make_task_scorer(cfg, mesh, encoding, ends=()):
     if encoding is None:
         raise UserError("--tasks: the tokenizer of the shards is not known; give --tokenizer.")
     dp, pp, _ = run.n_device_axis
-    _, M, B = steps.val_batch_shape(cfg)
+    _, M, B = val_batch_shape(cfg)
     batch_size = max(1, M * B // (dp * pp))
     lm = TaskModel(cfg, mesh, encoding, batch_size, cfg.model.T, ends=ends)
     given = run.eval_tasks.split(",")

@@ -21,8 +21,9 @@ from architectures.experts import capacity, choose_transport
 from architectures.parameters import is_param
 from kernels import attention, grouped, loss
 from planning import hlo
-from training import muon, steps
+from training import muon
 from training.optimizer import make_optimizer
+from training.train_state import abstract_params, map_opt_state
 
 # Constants fitted to what compilers report of 31 steps of TPUs and 44 of GPUs (dev/log.md). The GPU compiler reports no
 # times: there they follow the operations of programs (`Program`).
@@ -156,7 +157,7 @@ def optimizer_bytes(m, o):
     parameters of `m`, a utils.Model: 8 for AdamW's two moments. Scalars are left out."""
     cfg = utils.Config(model=m, optimizer=o, run=utils.Run(n_device_axis=(1, 1, 1)))
     mesh = AbstractMesh(cfg.run.n_device_axis, collectives.AXES)
-    params = steps.abstract_params(cfg, mesh)
+    params = abstract_params(cfg, mesh)
     names = jax.tree_util.tree_map_with_path(lambda path, _: jax.tree_util.keystr(path), params)
     total = Counter()
 
@@ -164,7 +165,7 @@ def optimizer_bytes(m, o):
         total[name] += leaf.size * leaf.dtype.itemsize
 
     optimizer = make_optimizer(cfg, mesh)
-    steps.map_opt_state(optimizer, params, add, lambda leaf: None, beside=names)
+    map_opt_state(optimizer, params, add, lambda leaf: None, beside=names)
     return jax.tree.map(lambda param, name: total[name] / param.size, params, names)
 
 

@@ -129,7 +129,7 @@ def sent_bytes(op, n):
 
 
 def slow_axis(mesh, slices):
-    """The axis of a {axis: size} mesh along which TPU slices lie, as training/steps.py: device_grid lays them."""
+    """The axis of a {axis: size} mesh along which TPU slices lie, as training/device_mesh.py: device_grid lays them."""
     return "pp" if mesh["dp"] % slices else "dp"
 
 

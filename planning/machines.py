@@ -17,9 +17,12 @@ from kernels import attention
 from planning import gpus, hlo
 from runtime import chips, platforms
 from runtime.chips import Chip
+from runtime.jax_setup import configure_jax
 from runtime.messages import UserError, first_line, say
-from training import steps
+from training.device_mesh import make_mesh
 from training.optimizer import make_optimizer
+from training.train_state import abstract_state
+from training.train_step import lower_train_step
 
 LIBTPU_NAMES = {"v7x": "tpu7x"}  # of chips that libtpu calls otherwise
 # {platform: how its compiler is installed}
@@ -113,9 +116,9 @@ class TooLarge(Exception):
 
 def compile_step(cfg, devices):
     """`Compiled` train step, as main.py builds it, for the devices of a topology. Raises TooLarge."""
-    mesh = steps.make_mesh(cfg, devices)
-    state = steps.abstract_state(cfg, mesh, make_optimizer(cfg, mesh))
-    lowered = steps.lower_train_step(cfg, mesh, state)
+    mesh = make_mesh(cfg, devices)
+    state = abstract_state(cfg, mesh, make_optimizer(cfg, mesh))
+    lowered = lower_train_step(cfg, mesh, state)
     options = compiler_options(devices[0].platform)
     try:
         program = lowered.compile(compiler_options=options)
@@ -178,5 +181,5 @@ def hide_errors():
 
 
 def compile_for(cfg, machine):
-    steps.configure_jax(cfg)
+    configure_jax(cfg)
     return compile_step(cfg, devices_of(machine))

@@ -23,9 +23,10 @@ from planning import costs, hlo, machines
 from planning.machines import Machine, TooLarge, parse_machine
 from runtime.chips import CHIPS, chip_of
 from runtime.files import check_place, write_file, write_json
+from runtime.jax_setup import configure_jax
 from runtime.messages import UserError, say, size
 from runtime.pulse import Pulse
-from training import steps
+from training.sizes import count_in_words, tokens_in_words, tokens_per_step
 
 COMPILED = 4  # configurations that --search compiles
 WORTH = 0.02  # share of a step that a flag must save to be named
@@ -96,7 +97,7 @@ def answer(cfg, machine, compiled=None, refused=None):
     seconds = computing | by_links(rows, "seconds")
     # a CPU's program on one device: XLA estimates none of it
     step = sum(seconds.values()) or math.nan
-    tokens = steps.tokens_per_step(cfg)
+    tokens = tokens_per_step(cfg)
     of_model = model.flops_per_token(cfg) * tokens / machine.n
     hours = step * cfg.run.training_steps / 3600
     return SimpleNamespace(
@@ -131,8 +132,8 @@ def report(a, machine):
     lines = [
         f"{cfg.run.preset} on {machine.name}: {a.devices} x {machine.chip.kind}, mesh (dp, pp, tp) = "
         f"{cfg.run.n_device_axis}",
-        f"batch        {steps.tokens_in_words(cfg)}",
-        f"parameters   {steps.count_in_words(cfg)}",
+        f"batch        {tokens_in_words(cfg)}",
+        f"parameters   {count_in_words(cfg)}",
         f"memory       {in_parts(memory)}",
         f"             {size(memory['total'])} of a chip's {size(memory['limit'])}",
         f"operations   {a.flops['program'] / 1e12:.2f} TFLOP of matrix products per chip, "
@@ -419,7 +420,7 @@ def main(flags):
     if asked.plan != machine.name:
         say(f"{asked.plan} is {machine.name}, {machine.n} x {machine.chip.name}")
     cfg = planned_config(flags, machine)
-    steps.configure_jax(cfg)
+    configure_jax(cfg)
     compiler = not asked.by_formulas and machines.has_compiler(machine)
     if compiler:
         machines.devices_of(machine)  # a slice that does not exist is refused before the search

@@ -59,8 +59,10 @@ from architectures import flags_without_choice, parameters
 from config import parser, presets, settle
 from runtime import messages
 from shards import manifest, published, storage, tokenization
-from training import steps
+from training.device_mesh import make_mesh
 from training.optimizer import hyperparameters, make_optimizer
+from training.train_state import abstract_state, init_state
+from training.train_step import lower_train_step
 
 
 def given(words):
@@ -230,16 +232,16 @@ def furthest(a, b):
 def begin(cfg, mesh):
     """(TrainState at step 0, the compiled train step)."""
     optimizer = make_optimizer(cfg, mesh)
-    abstract = steps.abstract_state(cfg, mesh, optimizer)
-    step = steps.lower_train_step(cfg, mesh, abstract).compile()
+    abstract = abstract_state(cfg, mesh, optimizer)
+    step = lower_train_step(cfg, mesh, abstract).compile()
     numbers = hyperparameters(cfg, mesh)
-    state = steps.init_state(cfg, abstract, optimizer, make_params(cfg, mesh))
+    state = init_state(cfg, abstract, optimizer, make_params(cfg, mesh))
     return state, lambda state, tokens, targets: step(state, tokens, targets, numbers)
 
 
 def steps_of(cfg, seeds):
     """TrainState after a step on the random batch of each seed, and the metrics of every step."""
-    mesh = steps.make_mesh(cfg)
+    mesh = make_mesh(cfg)
     state, step = begin(cfg, mesh)
     seen = []
     for seed in seeds:

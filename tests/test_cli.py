@@ -28,7 +28,7 @@ from runtime import files, messages, platforms, processes
 from shards import tokenization
 from shards.corpus import Corpus
 from tools import bench, checkpoints, common, compare, evaluate, hf, trace
-from training import steps
+from training.sizes import tokens_per_step, val_batch_shape
 
 FLAGS = parser.fields_of(utils.Config)
 FIELDS = {name: f for name, f in FLAGS.items() if not hasattr(utils.Plan, name)}  # of a run
@@ -775,8 +775,8 @@ def test_a_preset_trains_on_as_many_tokens_a_step_on_every_mesh(preset):
         if n > 64 or uneven or any(size % tp for size in (m.n_head, m.kv_heads, m.T)):
             continue
         cfg = settle.settle(words.fix(n_device_axis=(dp, pp, tp)), n)
-        evaluated = cfg.run.eval_steps * math.prod(steps.val_batch_shape(cfg))
-        batches.add((steps.tokens_per_step(cfg), evaluated))
+        evaluated = cfg.run.eval_steps * math.prod(val_batch_shape(cfg))
+        batches.add((tokens_per_step(cfg), evaluated))
         meshes += 1
     assert len(batches) == 1 and meshes > 20
 
@@ -988,7 +988,7 @@ def test_little_text_makes_a_training_small_and_what_was_given_stays(train, val,
     T, total, validated = LITTLE[train, val, flags]
     parsed = command_line.parse(f"--preset tiny {flags}".split())
     cfg = settle.settle(parsed, 1, stored={}, shards=little(train, val))
-    got = cfg.model.T, cfg.data.global_batch_size, math.prod(steps.val_batch_shape(cfg))
+    got = cfg.model.T, cfg.data.global_batch_size, math.prod(val_batch_shape(cfg))
     assert got == (T, total, validated)
     changed = got != (parsed.cfg.model.T, parsed.cfg.data.global_batch_size, total)
     said = capsys.readouterr().out
@@ -1002,7 +1002,7 @@ def test_little_text_makes_the_same_training_on_every_mesh():
         n = math.prod(mesh)
         words = ["--preset", "tiny", "--n_device_axis", *map(str, mesh), "--n_devices", str(n)]
         cfg = settle.settle(command_line.parse(words), n, stored={}, shards=little(1800, 200))
-        found.add((cfg.model.T, steps.tokens_per_step(cfg), math.prod(steps.val_batch_shape(cfg))))
+        found.add((cfg.model.T, tokens_per_step(cfg), math.prod(val_batch_shape(cfg))))
     assert found == {(32, 128, 4)}
     stored = json.loads(json.dumps(utils.flatten(cfg) | {"data_fingerprint": "x", "T": 64}))
     again = settle.settle(command_line.parse(words), 8, stored=stored, shards=little(1800, 200))

@@ -22,7 +22,7 @@ from conftest import ROOT, copy_repository, flags_of, free_port, given, listens,
 from test_scripts import CLEAN, GCLOUD, TPU, assert_one_sentence, program
 
 from runtime import messages, processes
-from training import steps
+from training.device_mesh import device_grid
 
 SSHD = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")
 LACKING = [name for name in ("ssh", "tmux", "git") if not shutil.which(name)]
@@ -773,9 +773,9 @@ def test_slices_lie_along_dp_or_pp():
         own["coords"] = (i % 2, i // 2 % 2, i // 4 % 4)
         devices.append(SimpleNamespace(**own, **about))
     slice_of = np.vectorize(lambda device: device.slice_index)
-    grid = slice_of(steps.device_grid((8, 2, 2), devices))
+    grid = slice_of(device_grid((8, 2, 2), devices))
     assert grid.shape == (8, 2, 2) and (grid[:4] == 0).all() and (grid[4:] == 1).all()
-    grid = slice_of(steps.device_grid((1, 8, 4), devices))
+    grid = slice_of(device_grid((1, 8, 4), devices))
     assert (grid[:, :4] == 0).all() and (grid[:, 4:] == 1).all()
-    refusal(lambda: steps.device_grid((1, 1, 32), devices), "number of TPU slices, 2")
-    assert steps.device_grid((2, 2, 4), devices[:16]).shape == (2, 2, 4)
+    refusal(lambda: device_grid((1, 1, 32), devices), "number of TPU slices, 2")
+    assert device_grid((2, 2, 4), devices[:16]).shape == (2, 2, 4)

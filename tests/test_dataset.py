@@ -22,7 +22,7 @@ from shards import manifest, storage, tokenization
 from shards.corpus import Corpus, permute
 from shards.missing import remedy
 from shards.mixture import Mixture
-from training import steps
+from training.device_mesh import make_mesh
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_an_epoch_visits_every_sequence_once_and_the_next_in_another_order(
     "mesh_shape, accumulation_steps", [((1, 1, 1), 4), ((2, 2, 2), 1), ((4, 1, 2), 2)]
 )
 def test_batches_hold_the_same_integers_on_every_mesh(corpus, mesh_shape, accumulation_steps):
-    mesh, order = steps.make_mesh(small_config(mesh_shape)), partial(corpus.sequences, seed=0)
+    mesh, order = make_mesh(small_config(mesh_shape)), partial(corpus.sequences, seed=0)
     for first in (0, 32):
         shape = (accumulation_steps, 4, 8 // accumulation_steps, 32)
         batch = dataset.put_batch(order, first, shape, mesh)
@@ -70,7 +70,7 @@ def test_batches_hold_the_same_integers_on_every_mesh(corpus, mesh_shape, accumu
 
 def test_a_host_reads_the_sequences_of_its_devices_alone(corpus, monkeypatch):
     """Here each half of dp, of a mesh (2,2,2) on two hosts."""
-    mesh, shape = steps.make_mesh(small_config((2, 2, 2))), (2, 4, 4, 32)
+    mesh, shape = make_mesh(small_config((2, 2, 2))), (2, 4, 4, 32)
     order = partial(corpus.sequences, seed=0)
     whole = dataset.put_batch(order, 32, shape, mesh)
     devices = jax.sharding.NamedSharding(mesh, BATCH_SPEC).devices_indices_map(shape)

@@ -34,11 +34,12 @@ import utils
 from config import command_line, presets
 from data.sources.kinds import open_source
 from runtime import files, interrupts, locks, messages, processes
+from runtime.jax_setup import configure_jax, quiet_libraries
 from shards.mixture import Mixture
 from shards.storage import Shard
 from tools import checkpoints as tool
 from tools import hf
-from training import checkpointing, steps
+from training import checkpointing
 from training.bad_steps import BadSteps, Rollback
 
 PER_STEP = 8  # sequences
@@ -132,7 +133,7 @@ def state_of(seed, n=3000):
 @pytest.fixture(scope="module")
 def two_checkpoints(tmp_path_factory):
     """A folder with the checkpoints of steps 1 and 2; not to be written to."""
-    steps.quiet_libraries()  # as every program that reads checkpoints does
+    quiet_libraries()  # as every program that reads checkpoints does
     folder = tmp_path_factory.mktemp("two") / "checkpoints"
     checkpoints = checkpointing.Checkpoints(str(folder), 3)
     for step, loss in {1: 1.5, 2: None}.items():
@@ -290,7 +291,7 @@ def test_a_place_that_cannot_be_written_is_one_sentence_before_compiling(train, 
     (tmp_path / "file").write_text("x")
     for place in (tmp_path / "file", "/proc"):
         refusal(lambda: train(**TINY, output_dir=place), " cannot be written (")
-    steps.configure_jax(utils.replace(utils.Config(), compilation_cache="/proc/cache"))
+    configure_jax(utils.replace(utils.Config(), compilation_cache="/proc/cache"))
     said = capsys.readouterr().err
     assert said.startswith("warning: --compilation_cache /proc/cache/entry: cannot be written (")
     files.check_place(str(tmp_path / "new/plan.json"), "--plan_json")

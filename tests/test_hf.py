@@ -41,7 +41,9 @@ from shards import tokenization
 from shards.listing import manifests
 from shards.mixture import Mixture
 from tools import common, evaluate, hf, model_card, sample
-from training import steps
+from training.device_mesh import make_mesh
+from training.sizes import count_in_words
+from training.train_state import abstract_params
 
 DEEPSEEK = ARCHITECTURES["deepseek"]
 NO_SHARED = dict(DEEPSEEK, tied=True, n_shared=0)
@@ -55,7 +57,7 @@ def params_of(folder, cfg):
     free = settle.free_of_weights(cfg.model.architecture)
     of_weights = {flag: value for flag, value in stored.items() if flag not in free}
     assert settled(utils.replace(cfg, **of_weights).model) == settled(cfg.model)
-    return jax.tree.map(np.asarray, load(steps.abstract_params(cfg, steps.make_mesh(cfg))))
+    return jax.tree.map(np.asarray, load(abstract_params(cfg, make_mesh(cfg))))
 
 
 def same(a, b):
@@ -553,7 +555,7 @@ def test_what_import_and_export_say(deepseek, tmp_path, capsys, caplog):
     hf.main(hf.Options("import", str(folder), str(tmp_path / "imported")))
     hf.main(hf.Options("export", str(tmp_path / "imported"), str(tmp_path / "again")))
     out, err = capsys.readouterr()
-    assert out.count(steps.count_in_words(cfg)) == out.count("\n") == 2 and "part" not in out, out
+    assert out.count(count_in_words(cfg)) == out.count("\n") == 2 and "part" not in out, out
     assert err + caplog.text == ""
     for end_of_text, wanted in ((7, 7), (-1, None)):  # of runs without a tokenizer
         m = utils.Model(end_of_text=end_of_text)

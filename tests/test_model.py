@@ -18,18 +18,21 @@ from architectures import architecture, deepseek, experts, layers, parameters, q
 from config import presets, settle
 from inference import decoding
 from kernels import attention, grouped, layouts, loss
-from training import steps
+from training.device_mesh import make_mesh
+from training.evaluation import make_evaluate
 from training.optimizer import make_optimizer
+from training.train_state import TrainState, abstract_params
+from training.train_step import accumulate_gradient
 
 
 def on_mesh(cfg, f, in_specs, out_specs):
     specs = dict(in_specs=in_specs, out_specs=out_specs)
-    return jax.jit(jax.shard_map(f, mesh=steps.make_mesh(cfg), check_vma=False, **specs))
+    return jax.jit(jax.shard_map(f, mesh=make_mesh(cfg), check_vma=False, **specs))
 
 
 def decoder(cfg):
     """(`decode` of cfg, parameters, an empty cache of B sequences of 16 tokens)."""
-    mesh = steps.make_mesh(cfg)
+    mesh = make_mesh(cfg)
     decode = jax.jit(decoding.make_decode(cfg, mesh))
     return decode, make_params(cfg, mesh), lambda B: decoding.empty_cache(cfg, B, 16)
 
@@ -42,7 +45,7 @@ def raised_params(cfg):
         noise = 0.02 + 0.01 * rng.standard_normal(x.shape)
         return jax.device_put(np.float32(x + noise), x.sharding)
 
-    return jax.tree.map(raise_one, make_params(cfg, steps.make_mesh(cfg)))
+    return jax.tree.map(raise_one, make_params(cfg, make_mesh(cfg)))
 
 
 def layer_params(cfg, kind, scale=3.0, seed=1):
@@ -281,7 +284,7 @@ def test_router_biases_move_towards_an_even_load():
     """In one step, in which nothing else moves."""
     flags = dict(blocks=1, layers_per_block=1, bias_update_rate=5e-3, sequences=8)
     cfg = small_config(max_lr=0.0, end_lr=0.0, optimizer="adamw", **flags)
-    mesh = steps.make_mesh(cfg)
+    mesh = make_mesh(cfg)
     batch = (part[0] for part in batch_of(cfg, mesh))
     compute = jax.jit(model.make_loss(cfg, mesh, train=True))
     _, seen = compute(make_params(cfg, mesh), *batch, jax.random.key(0), 0)
@@ -305,10 +308,8 @@ def test_whole_counts_decide_where_router_biases_move(n_batches):
         return (jnp.float32(0), model.Metrics(*jnp.zeros(2), load, jnp.float32(0))), params
 
     params, key = {"moe": {"bias": jnp.zeros((layers, E))}}, jax.random.key_data(jax.random.key(0))
-    state, tokens = steps.TrainState(params, None, jnp.int32(0), key), tokens.astype(np.int32)
-    (_, seen), _ = jax.jit(functools.partial(steps.accumulate_gradient, gradient))(
-        state, tokens, tokens
-    )
+    state, tokens = TrainState(params, None, jnp.int32(0), key), tokens.astype(np.int32)
+    (_, seen), _ = jax.jit(functools.partial(accumulate_gradient, gradient))(state, tokens, tokens)
     after = model.update_router_bias(cfg, params, seen.load, tokens.size)["moe"]["bias"]
     total, mean = counts.sum(0), n_batches * choices // E
     assert (total == mean).sum() > 20
@@ -320,7 +321,7 @@ def test_the_router_of_one_expert_for_each_token_learns_from_the_loss(name):
     """Without a balance loss its gradient is no rounding: it is of the size of the experts'."""
     flags = dict(experts_per_token=1, n_shared=0, balance_weight=0.0, blocks=1, layers_per_block=1)
     cfg = small_config(sequences=8, **ARCHITECTURES[name] | flags)
-    mesh = steps.make_mesh(cfg)
+    mesh = make_mesh(cfg)
     batch = (part[0] for part in batch_of(cfg, mesh))
     compute = jax.jit(jax.grad(model.make_loss(cfg, mesh, train=True), has_aux=True))
     gradients, _ = compute(raised_params(cfg), *batch, jax.random.key(0), 0)
@@ -363,7 +364,7 @@ def test_embedding_lr_multiplies_the_steps_of_the_embedding_alone():
     for embedding_lr in (1.0, 3.0):
         flags = dict(embedding_lr=embedding_lr, optimizer="adamw")
         cfg = small_config(**ARCHITECTURES["gpt2"] | flags)
-        mesh = steps.make_mesh(cfg)
+        mesh = make_mesh(cfg)
         optimizer = make_optimizer(cfg, mesh)
         params = make_params(cfg, mesh)
         update = jax.jit(optimizer.update)
@@ -416,7 +417,7 @@ def test_decoding_with_a_cache_gives_the_scores_of_the_full_forward_pass(flags):
     """Of prompts of different lengths, on a mesh the scores of one device; no token is dropped. The cache holds a
     token's latent and its rotary key, if any, or its keys and values."""
     one, cfg = (small_config(mesh, T=16, sequences=8, **flags) for mesh in [(1, 1, 1), (2, 2, 2)])
-    mesh = steps.make_mesh(one)
+    mesh = make_mesh(one)
     ids, targets = (np.asarray(part).reshape(8, 16) for part in batch_of(one, mesh))
     targets = np.where(np.arange(16) == 4, ids, targets)  # where some are the likeliest
     score = jax.jit(model.make_score(one, mesh))
@@ -465,7 +466,7 @@ def test_samples_are_the_same_on_every_mesh():
     prompts, lengths = decoding.pad([range(5)] * 4, 5)
     for mesh_shape in ((1, 1, 1), (2, 2, 2)):
         cfg = small_config(mesh_shape, blocks=2, layers_per_block=1)
-        mesh = steps.make_mesh(cfg)
+        mesh = make_mesh(cfg)
         prefill, advance = decoding.make_stream(cfg, mesh, drawing, 17, chunk=12)
         params = make_params(cfg, mesh)
         state = prefill(params, prompts, lengths, jax.random.key(3))
@@ -481,7 +482,7 @@ def test_documents_kept_apart_score_as_each_does_alone(name):
     cfg = small_config((2, 2, 2), T=16, sequences=8, **flags)
     lengths, rng = [5, 1, 10], np.random.default_rng(0)
     params = jax.tree.map(lambda x: 2 * x, raised_params(cfg))  # of the conv too
-    score = jax.jit(model.make_score(cfg, steps.make_mesh(cfg)))
+    score = jax.jit(model.make_score(cfg, make_mesh(cfg)))
     documents = [np.concatenate([[0], rng.integers(1, 250, n - 1)]) for n in lengths]
     tokens = np.zeros((8, 17), np.int32)
     tokens[0, :16] = np.concatenate(documents)
@@ -505,7 +506,7 @@ ROTARY |= {"several layers in a block": {}, "convolved": DECODED["deepseek"]}
 def test_scores_with_rotary_positions_depend_on_distances_alone(name, monkeypatch):
     """All positions shifted alike, in training's forward pass and in decoding, change no logit."""
     cfg = small_config(T=16, sequences=8, **ROTARY[name] | dict(blocks=1))
-    mesh, params = steps.make_mesh(cfg), raised_params(cfg)
+    mesh, params = make_mesh(cfg), raised_params(cfg)
     tokens, targets = (part[0] for part in batch_of(cfg, mesh))
     ids, length = np.asarray(tokens).reshape(8, 16), np.full(8, 9)
 
@@ -563,7 +564,7 @@ def test_the_abstract_parameters_of_deepseek_v3_and_its_published_counts():
     cfg = utils.replace(presets.preset("deepseek-v3-671b"), n_device_axis=(2, 2, 2))
     cfg = settle.validate(cfg, 8)
     total, active, embedding = model.count_params(cfg)
-    params = steps.abstract_params(cfg, steps.make_mesh(cfg))
+    params = abstract_params(cfg, make_mesh(cfg))
     sizes = sum(x.size for x in jax.tree.leaves(params))
     assert sizes == total + embedding == 671_026_419_200
     assert active + embedding == 37_552_297_472
@@ -572,6 +573,6 @@ def test_the_abstract_parameters_of_deepseek_v3_and_its_published_counts():
 def test_validation_takes_no_more_batches_than_there_are(capsys):
     cfg = small_config(eval_steps=10)
     corpus = SimpleNamespace(n_sequences=27, folder="val", T=cfg.model.T, sequences=list)
-    steps.make_evaluate(cfg, steps.make_mesh(cfg), corpus)
+    make_evaluate(cfg, make_mesh(cfg), corpus)
     said = "an evaluation takes 24 sequences and not "
     assert said in capsys.readouterr().out

@@ -13,7 +13,8 @@ from test_parity import assert_same, first_params, on_one_device, spread
 
 import model
 from architectures import parameters
-from training import muon, steps
+from training import muon
+from training.device_mesh import make_mesh
 from training.optimizer import learning_rate, make_optimizer
 
 # matrices of all kinds, and experts fewer than devices
@@ -25,7 +26,7 @@ def updated(mesh_shape, **flags):
     """(parameters after three updates by random gradients, those gradients shaped as on one device)."""
     muon_flags = dict(optimizer="muon", muon_momentum=0.8, weight_decay=0.5, grad_clip_norm=1e9)
     cfg = small_config(mesh_shape, **muon_flags, **flags)
-    mesh, start = steps.make_mesh(cfg), first_params(**on_one_device(flags))
+    mesh, start = make_mesh(cfg), first_params(**on_one_device(flags))
     optimizer = make_optimizer(cfg, mesh)
 
     def update(carry, given):

@@ -14,8 +14,9 @@ from config import settle
 from data.own_text import How, corpus_of
 from inference import weights
 from tools import common
-from training import steps
+from training.device_mesh import make_mesh
 from training.overfitting import HELD_OUT, TRAINING, Overfit, Overfitting, overfit
+from training.train_state import abstract_params
 
 EVERY = 20  # steps between evaluations
 
@@ -103,7 +104,7 @@ def test_a_run_that_overfits_says_so_and_its_best_checkpoint_is_taken(
         flags, load = weights.open_weights(name)
         cfg = common.config_of(common.Evaluate(model=name), flags)
         cfg = settle.validate(cfg, 1)
-        params = load(steps.abstract_params(cfg, steps.make_mesh(cfg)))
+        params = load(abstract_params(cfg, make_mesh(cfg)))
         stored = checkpoint_of(run, step)
         for path, leaf in jax.tree.leaves_with_path(params):
             assert np.array_equal(leaf, stored[f"['params']{jax.tree_util.keystr(path)}"])

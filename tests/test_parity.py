@@ -10,8 +10,9 @@ from conftest import ARCHITECTURES, batch_of, furthest, given, make_params, smal
 
 import model
 from architectures import parameters
-from training import steps
+from training.device_mesh import make_mesh
 from training.optimizer import make_optimizer
+from training.train_state import abstract_state, init_state
 
 
 def mesh_id(value):
@@ -30,7 +31,7 @@ def on_one_device(flags):
 @functools.cache
 def first_params(**flags):
     cfg = small_config((1, 1, 1), **flags)
-    return jax.tree.map(np.asarray, make_params(cfg, steps.make_mesh(cfg)))
+    return jax.tree.map(np.asarray, make_params(cfg, make_mesh(cfg)))
 
 
 def spread(tree, cfg, mesh):
@@ -45,7 +46,7 @@ def spread(tree, cfg, mesh):
 def loss_and_gradients(mesh_shape, favorite=None, **flags):
     """((loss, Metrics), gradients) of a batch; all tokens choose the expert `favorite`, if it is given."""
     cfg = small_config(mesh_shape, **flags)
-    mesh = steps.make_mesh(cfg)
+    mesh = make_mesh(cfg)
     tokens, targets = batch_of(cfg, mesh)
     params = first_params(**on_one_device(flags))
     if favorite is not None:
@@ -184,9 +185,9 @@ def test_parity_of_initialization():
     trees = []
     for mesh_shape in [(1, 1, 1), (2, 2, 2)]:
         cfg = small_config(mesh_shape)
-        mesh = steps.make_mesh(cfg)
+        mesh = make_mesh(cfg)
         optimizer = make_optimizer(cfg, mesh)
-        state = steps.init_state(cfg, steps.abstract_state(cfg, mesh, optimizer), optimizer)
+        state = init_state(cfg, abstract_state(cfg, mesh, optimizer), optimizer)
         trees.append(jax.tree.map(np.asarray, state.params))
     assert jax.tree.all(jax.tree.map(np.array_equal, *trees))
     table = model.param_table(small_config())

@@ -17,7 +17,9 @@ import utils
 from config import command_line, presets, settle
 from planning import costs, gpus, hlo, machines, plan
 from runtime import platforms
-from training import optimizer, steps
+from training import optimizer
+from training.device_mesh import make_mesh
+from training.train_state import abstract_state
 
 no_tpu_compiler = not importlib.util.find_spec("libtpu")
 tpu_compiler = pytest.mark.skipif(no_tpu_compiler, reason='pip install "jax[tpu]"')
@@ -92,8 +94,8 @@ def test_a_plan_counts_what_the_optimizer_keeps(name, rule, kept, monkeypatch):
     for mesh in ((1, 1, 1), (2, 2, 2)):
         cfg = small_config(mesh, **known)
         e = costs.Estimate(cfg, plan.machine_of(jax.devices()))
-        grid = steps.make_mesh(cfg)
-        state = steps.abstract_state(cfg, grid, optimizer.make_optimizer(cfg, grid))
+        grid = make_mesh(cfg)
+        state = abstract_state(cfg, grid, optimizer.make_optimizer(cfg, grid))
         stored = 0
         for leaf in jax.tree.leaves(state.opt_state):
             if leaf.ndim:  # scalars are left out

@@ -14,8 +14,10 @@ from conftest import ROOT, SMALL_GPT2, flags_of, given, refusal, small_config, w
 
 import main
 from inference import weights
-from training import meter, steps
+from training import meter
+from training.device_mesh import make_mesh
 from training.rows import read_rows
+from training.train_state import abstract_params
 
 TINY = {**SMALL_GPT2, "blocks": 1, "model_dimension": 16, "ffn_dim": 32, "T": 16}
 
@@ -151,7 +153,7 @@ def test_resume_refuses_other_models_data_and_batches_and_a_torn_config(
     assert "nothing to do" in capsys.readouterr().out
     (run / "config.json").write_text(json.dumps(stored | {"blocks": 3}))
     cfg = small_config(**TINY | {"blocks": 3})
-    params = steps.abstract_params(cfg, steps.make_mesh(cfg))
+    params = abstract_params(cfg, make_mesh(cfg))
     said = "checkpoint 2 is of a model with other flags (--blocks was 1 and is now 3"
     refusal(lambda: weights.open_weights(str(run))[1](params), said)
     (run / "config.json").write_text(config)

@@ -14,8 +14,11 @@ from test_resume import TINY, assert_bitwise, checkpoint_of, metrics_of
 import model
 import utils
 from architectures import parameters
-from training import steps
+from training import train_step
+from training.device_mesh import make_mesh
 from training.optimizer import hyperparameters, learning_rate, make_optimizer
+from training.train_state import abstract_state
+from training.train_step import lower_train_step
 
 # flags of each schedule, with 4 steps of warm-up and the end at step 20
 PLAIN = given("--max_lr 1 --end_lr 0 --warmup_steps 4 --end_steps 20")
@@ -30,7 +33,7 @@ SCHEDULES = {
 def schedule_of(**flags):
     """Steps, int32 of any shape, -> learning rates, computed of numbers that are inputs, as the compiled step does."""
     cfg = small_config(**flags)
-    numbers = hyperparameters(cfg, steps.make_mesh(cfg))
+    numbers = hyperparameters(cfg, make_mesh(cfg))
 
     @jax.jit
     def rates(steps, numbers):
@@ -90,7 +93,7 @@ def test_weight_decay_follows_the_schedule_and_at_rate_0_nothing_moves(optimizer
     """Without a gradient a step takes learning rate x weight_decay of each matrix away, and nothing of others."""
     flags = SCHEDULES["linear"] | dict(optimizer=optimizer, weight_decay=0.25, blocks=1)
     cfg = small_config(**flags, embedding_lr=1.0)
-    optimizer = make_optimizer(cfg, steps.make_mesh(cfg))
+    optimizer = make_optimizer(cfg, make_mesh(cfg))
     table = model.param_table(cfg)
     params = parameters.table_map(lambda param: jnp.ones(param.shape), table)
     decays = jax.tree.leaves(parameters.table_map(lambda param: param.cast, table))
@@ -119,9 +122,9 @@ def test_a_bad_step_counts_in_the_rate_applied_and_logged_and_changes_nothing_el
         seen = model.Metrics(*jnp.ones(2), load=load, dropped=0.0)
         return (1 + zero, seen), jax.tree.map(lambda x: zero + 0 * x, state.params)
 
-    monkeypatch.setattr(steps, "accumulate_gradient", no_gradient)
-    state, step = begin(cfg, steps.make_mesh(cfg))
-    batch, planned = batch_of(cfg, steps.make_mesh(cfg)), rates(22, **flags)
+    monkeypatch.setattr(train_step, "accumulate_gradient", no_gradient)
+    state, step = begin(cfg, make_mesh(cfg))
+    batch, planned = batch_of(cfg, make_mesh(cfg)), rates(22, **flags)
     for i in range(22):
         before = jax.device_get(state)
         state, metrics = step(state, *batch)
@@ -165,9 +168,9 @@ def test_a_sweep_compiles_one_program(optimizer):
     texts = set()
     for flags in ({}, *sweep):
         cfg = small_config(**base | flags)
-        mesh = steps.make_mesh(cfg)
-        abstract = steps.abstract_state(cfg, mesh, make_optimizer(cfg, mesh))
-        texts.add(steps.lower_train_step(cfg, mesh, abstract).as_text())
+        mesh = make_mesh(cfg)
+        abstract = abstract_state(cfg, mesh, make_optimizer(cfg, mesh))
+        texts.add(lower_train_step(cfg, mesh, abstract).as_text())
     assert len(texts) == 1
 
 

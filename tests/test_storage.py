@@ -32,7 +32,6 @@ from runtime import files, messages, outbox, processes
 from shards import storage
 from shards.corpus import READERS, Corpus
 from tools import checkpoints, common, compare, evaluate, hf, sample
-from training import steps
 from training.checkpointing import Checkpoints
 
 SHARDS = 12
@@ -239,14 +238,14 @@ def test_a_lost_shard_ends_the_run_after_a_checkpoint(remote, train, tmp_path, m
     flags |= dict(data=address, cache_dir=tmp_path / "cache")
     name = f"{np.random.default_rng([0, 0]).permutation(SHARDS)[-1]:06d}.npy"
     content, fs = (folder / "train" / name).read_bytes(), fsspec.filesystem("memory")
-    make_evaluate = steps.make_evaluate
+    make_evaluate = main.make_evaluate
 
     def lose(*args):  # once training has begun
         fs.pipe_file(f"/bucket/train/{name}", content[:700] + b"ab" + content[702:])
         return make_evaluate(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(steps, "make_evaluate", lose)
+        patch.setattr(main, "make_evaluate", lose)
         refusal(lambda: train(**flags), f"train/{name} is damaged")
     saved = [int(p.name) for p in (tmp_path / "runs" / "run" / "checkpoints").iterdir()]
     assert max(saved) == 341 // 32, "as many steps as there are whole batches before that shard"

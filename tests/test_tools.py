@@ -23,8 +23,9 @@ from runtime import messages
 from shards import tokenization
 from shards.corpus import Corpus
 from tools import common, evaluate, hf, sample
-from training import steps
 from training.checkpointing import Checkpoints
+from training.device_mesh import make_mesh
+from training.evaluation import make_evaluate
 
 MESH = dict(n_device_axis=(2, 2, 2), n_devices=8)
 PROMPTS = ("a", "", "several words, é", "12")
@@ -36,7 +37,7 @@ def make_run(folder, **flags):
     ranks.write_bytes(tokenization.dump_ranks(BYTE_RANKS))
     small = dict(blocks=2, layers_per_block=1, val_batch_size=8, eval_steps=2, vocab_size=257)
     cfg = small_config(sequences=8, model_dtype="float32", **small | flags)
-    mesh, rng = steps.make_mesh(cfg), np.random.default_rng(0)
+    mesh, rng = make_mesh(cfg), np.random.default_rng(0)
 
     def louder(path, x):
         """Logits are far from uniform, biases not 0; what pads the vocabulary stays 0."""
@@ -195,7 +196,7 @@ def test_shards_measure_as_main_validates_and_as_a_plain_loop_says(run, shards, 
     cfg = utils.replace(cfg, data=str(shards))
     corpus = Corpus(cfg, cfg.data.data, "val")
     (got,) = measured(run, data=(str(shards),), limit=16, batch_size=3)["data"]
-    wanted = steps.make_evaluate(cfg, mesh, corpus)(params)["loss/val_cross_entropy_loss"]
+    wanted = make_evaluate(cfg, mesh, corpus)(params)["loss/val_cross_entropy_loss"]
     assert abs(got["loss"] - wanted) < 1e-5
     assert got["tokens"] == 16 * 32 and got["bits_per_byte"] is None
     rows = corpus.sequences(range(16), seed=0).tolist()

@@ -17,7 +17,8 @@ from hf.registry import format_of, format_of_config
 from inference import decoding, weights
 from shards import tokenization
 from tools import common, hf, sample
-from training import steps
+from training.device_mesh import make_mesh
+from training.train_state import abstract_params
 
 torch = pytest.importorskip("torch", reason="pip install torch transformers")
 transformers = pytest.importorskip("transformers", reason="pip install torch transformers")
@@ -100,7 +101,7 @@ def gradients_of(theirs, m):
 @pytest.mark.parametrize("size", SIZES)
 def test_logits_and_gradients_are_those_of_transformers(size, tmp_path):
     cfg = small_config((2, 2, 2), sequences=8, **SIZES[size])
-    m, mesh, theirs = cfg.model, steps.make_mesh(cfg), reference(cfg, tmp_path)
+    m, mesh, theirs = cfg.model, make_mesh(cfg), reference(cfg, tmp_path)
     batch = [part[0] for part in batch_of(cfg, mesh)]
     ids, targets = (np.asarray(part).reshape(8, m.T) for part in batch)
     logits = theirs(torch.tensor(ids)).logits
@@ -111,7 +112,7 @@ def test_logits_and_gradients_are_those_of_transformers(size, tmp_path):
     theirs.save_pretrained(tmp_path)
     flags, load = weights.open_weights(str(tmp_path))
     assert settled(utils.replace(cfg, **flags).model) == settled(m)
-    params = load(steps.abstract_params(cfg, mesh))
+    params = load(abstract_params(cfg, mesh))
     decode, cache = jax.jit(decoding.make_decode(cfg, mesh)), decoding.empty_cache(cfg, 8, m.T)
     at = [0, 1, m.T // 2, m.T - 1]
     ours = [decode(params, ids, cache, np.zeros(8, int), np.full(8, i))[0] for i in at]

@@ -44,29 +44,34 @@ def prepare(cfg):
     import jax
 
     import model
-    from training import profiling, steps
+    from runtime.jax_setup import configure_jax
+    from training import profiling
+    from training.device_mesh import make_mesh
     from training.optimizer import hyperparameters, make_optimizer
+    from training.sizes import tokens_per_step
+    from training.train_state import abstract_state, init_state
+    from training.train_step import lower_train_step
 
     platforms.find_devices()
-    steps.configure_jax(cfg)
+    configure_jax(cfg)
     cfg = settle.validate(cfg, jax.device_count())
-    mesh = steps.make_mesh(cfg)
+    mesh = make_mesh(cfg)
     optimizer = make_optimizer(cfg, mesh)
-    abstract = steps.abstract_state(cfg, mesh, optimizer)
+    abstract = abstract_state(cfg, mesh, optimizer)
     compiled.clear()  # the devices have room for one
     began = time.perf_counter()
-    lowered = steps.lower_train_step(cfg, mesh, abstract)
+    lowered = lower_train_step(cfg, mesh, abstract)
     step = lowered.compile(compiler_options=profiling.compiler_options(cfg))
     seconds = time.perf_counter() - began
     compiled["step"] = step
-    compiled["state"] = steps.init_state(cfg, abstract, optimizer)
+    compiled["state"] = init_state(cfg, abstract, optimizer)
     compiled["inputs"] = *random_batch(cfg, mesh), hyperparameters(cfg, mesh)
     used = step.memory_analysis()
     new_outputs = used.output_size_in_bytes - used.alias_size_in_bytes
     return dict(
         device=mesh.devices.flat[0].device_kind,
         devices=mesh.size,
-        tokens_per_step=steps.tokens_per_step(cfg),
+        tokens_per_step=tokens_per_step(cfg),
         flops_per_token=model.flops_per_token(cfg),
         compiler_bytes=used.argument_size_in_bytes + used.temp_size_in_bytes + new_outputs,
         compile_seconds=seconds,
@@ -76,9 +81,9 @@ def prepare(cfg):
 def random_batch(cfg, mesh):
     """Global (tokens, targets) [accumulation, M, B, T] of random tokens, the same sequences on every mesh."""
     from dataset import put_batch
-    from training import steps
+    from training.sizes import batch_shape
 
-    *count, T = shape = steps.batch_shape(cfg)
+    *count, T = shape = batch_shape(cfg)
     random = np.random.default_rng(cfg.run.seed)
     rows = random.integers(0, cfg.model.vocab_size, (math.prod(count), T + 1), np.int32)
     return put_batch(rows.__getitem__, 0, shape, mesh)

@@ -16,9 +16,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from config.parser import place
+from runtime.jax_setup import quiet_libraries
 from runtime.messages import UserError, first_line
 from tools import common
-from training import checkpointing, steps
+from training import checkpointing
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def verdict(checkpoints, step):
 
 def main(options):
     """Print a line for each checkpoint. Raises UserError where there are none, or where one is damaged."""
-    steps.quiet_libraries()
+    quiet_libraries()
     checkpoints = checkpointing.Checkpoints(os.path.join(options.run_dir, "checkpoints"))
     found = sorted(checkpoints.steps())
     if not found:

@@ -106,7 +106,9 @@ def open_model(options, text):
     from architectures import parameters
     from hf import hub
     from inference import weights
-    from training import steps
+    from runtime.jax_setup import configure_jax
+    from training.device_mesh import make_mesh
+    from training.train_state import abstract_params
 
     platforms.find_devices()
     flags, load = weights.open_weights(options.model)
@@ -120,8 +122,8 @@ def open_model(options, text):
         said = f"--T {options.T}: {options.model} was made for {most} tokens"
         warn_or_refuse(flags["architecture"], said)
     cfg = settle.validate(config_of(options, flags), jax.device_count())
-    steps.configure_jax(cfg)
-    mesh = steps.make_mesh(cfg)
+    configure_jax(cfg)
+    mesh = make_mesh(cfg)
     table = model.param_table(cfg)
 
     def convert(p, w):
@@ -131,7 +133,7 @@ def open_model(options, text):
         w.delete()  # one leaf at a time is held in both types
         return converted
 
-    stored = load(steps.abstract_params(cfg, mesh))
+    stored = load(abstract_params(cfg, mesh))
     params = jax.tree.map(convert, table, stored, is_leaf=parameters.is_param)
     return cfg, mesh, params, encoding
 

@@ -26,8 +26,8 @@ from config.parser import place
 from runtime.files import check_place, read_json, write_file
 from runtime.messages import UserError, short, warn
 from tools import common
-from training import steps
 from training.rows import read_rows
+from training.sizes import tokens_per_step
 
 
 class Curve(NamedTuple):
@@ -61,7 +61,7 @@ def read_curve(folder):
     evaluated = [row for row in rows if "loss/val_cross_entropy_loss" in row]
     if not evaluated:
         raise UserError(f"{folder}: its metrics.jsonl holds no evaluation yet.")
-    per_step = steps.tokens_per_step(cfg)
+    per_step = tokens_per_step(cfg)
     _, batch = settle.global_batches(config)
     return Curve(
         folder=folder,

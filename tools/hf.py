@@ -42,12 +42,16 @@ from runtime.files import (
     write_file,
     write_json,
 )
+from runtime.jax_setup import quiet_libraries
 from runtime.messages import UserError, first_line, say
 from runtime.pulse import Pulse
 from shards import tokenization
 from tools import common
 from tools.model_card import model_card
-from training import checkpointing, steps
+from training import checkpointing
+from training.device_mesh import make_mesh
+from training.sizes import count_in_words
+from training.train_state import abstract_params
 
 CODE = os.path.realpath(f"{__file__}/../../hf/exported")  # of what transformers lacks
 
@@ -58,7 +62,7 @@ def import_folder(folder, run_dir):
     flags = pretrained.model_flags(read_json(folder, "config.json"), folder)
     cfg = config_of_one_device(flags, run_dir)
     tokenization.folder_tokenizer(folder)  # a torn tokenizer is refused before weights are read
-    params = pretrained.load(folder, steps.abstract_params(cfg, steps.make_mesh(cfg)))
+    params = pretrained.load(folder, abstract_params(cfg, make_mesh(cfg)))
     output_dir, name = os.path.split(os.path.abspath(run_dir))
     config = utils.flatten(cfg) | dict(name=name, output_dir=output_dir, encoding="")
     config["positions"] = weights.positions(folder, flags["T"])
@@ -75,7 +79,7 @@ def import_folder(folder, run_dir):
         if checkpoints.saved is None:
             raise UserError(f"{run_dir}: the checkpoint could not be written there.")
         write_json(f"{part}/config.json", config)
-    count = steps.count_in_words(cfg)
+    count = count_in_words(cfg)
     say(f"{run_dir}: {count}; main.py --init_from {run_dir} begins a run with them")
 
 
@@ -86,8 +90,8 @@ def export(run_dir, folder, dtype="float32", title=""):
     form = format_to_export(cfg.model.architecture)
     local = hub.folder_of(run_dir)
     config = form.config(cfg.model) | dict(torch_dtype=dtype)
-    params = load(steps.abstract_params(cfg, steps.make_mesh(cfg)))
-    count = steps.count_in_words(cfg)
+    params = load(abstract_params(cfg, make_mesh(cfg)))
+    count = count_in_words(cfg)
     with appearing(folder) as part:
         ends = export_tokenizer(part, local, cfg.model)
         config |= ends
@@ -241,7 +245,7 @@ class Options:
 
 
 def main(options):
-    steps.quiet_libraries()
+    quiet_libraries()
     if options.command == "push":
         return push(options.source, options.target, options.dtype, options.public)
     local = [options.target]

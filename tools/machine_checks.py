@@ -26,9 +26,9 @@ from kernels import attention, grouped
 from kernels import loss as losses
 from planning import plan
 from tools import bench
-from training import steps
 from training.bad_steps import BadSteps
 from training.checkpointing import fingerprint
+from training.device_mesh import device_grid, make_mesh
 from training.optimizer import make_optimizer
 from training.run_checkpoints import RunCheckpoints
 
@@ -85,7 +85,7 @@ def with_gradients(function, *inputs):
         g = jnp.cos(jnp.arange(out.size)).astype(jnp.bfloat16)
         return dict(output=out, gradients=transpose(g.reshape(out.shape).astype(out.dtype)))
 
-    # as training/steps.py: set_precision has it
+    # as runtime/jax_setup.py: set_precision has it
     precision = "float32" if inputs[0].dtype == jnp.float32 else None
     with jax.default_matmul_precision(precision):
         return run(*inputs)
@@ -183,7 +183,7 @@ def check_collective(name, n):
     axes, plain, *arguments = list_collectives(n)[name]
     along = [AXES.index(axis) for axis in axes]
     shape = next(mesh for mesh in all_meshes(n) if math.prod(mesh[axis] for axis in along) == n)
-    mesh = Mesh(steps.device_grid(shape, jax.devices()[:n]), AXES)
+    mesh = Mesh(device_grid(shape, jax.devices()[:n]), AXES)
 
     @jax.jit
     @jax.shard_map(mesh=mesh, in_specs=P(AXES), out_specs=P(AXES), check_vma=False)
@@ -218,7 +218,7 @@ def small_model(name, n, mesh=(1, 1, 1), **flags):
 @cache
 def loss_and_gradients(cfg):
     """The loss of random tokens and the gradients of the first parameters, as one device has them."""
-    mesh = steps.make_mesh(cfg)
+    mesh = make_mesh(cfg)
     table = model.param_table(cfg)
     draw = partial(parameters.init_params, table)
     params = jax.jit(draw, out_shardings=parameters.shardings(table, mesh))(jax.random.key(0))
@@ -248,7 +248,7 @@ def check_resume(n, mesh):
     with tempfile.TemporaryDirectory() as folder:
         cfg = small_model(MODELS[0], n, mesh, output_dir=folder, compilation_cache="")
         bench.prepare(cfg)
-        mesh = steps.make_mesh(cfg)
+        mesh = make_mesh(cfg)
         checkpoints = RunCheckpoints(cfg, mesh, make_optimizer(cfg, mesh), "")
         bench.run_steps(2)
         checkpoints.save_running(2, 0, bench.compiled["state"], BadSteps(0))

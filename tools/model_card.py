@@ -6,8 +6,8 @@ import utils
 from config import settle
 from runtime.files import read_json
 from tools import common
-from training import steps
 from training.rows import read_rows
+from training.sizes import tokens_per_step
 
 UNKNOWN = "These weights were imported; how they were trained is not known here."
 
@@ -46,7 +46,7 @@ print(generate({prompt!r}, max_new_tokens=64)[0]["generated_text"])
 def training(flags, rows):
     """What config.json and the rows of metrics.jsonl say of a run, in Markdown."""
     step = rows[-1]["step"]
-    batch = steps.tokens_per_step(common.stored_config(flags))
+    batch = tokens_per_step(common.stored_config(flags))
     planned = f"{flags['training_steps']:,} steps planned"
     facts = {
         "tokens": f"{step * batch:,} ({step:,} steps of {batch:,}; {planned})",

@@ -80,7 +80,7 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from tools.completions import Engine, Refused, read_parameters
-from training import steps
+from training.sizes import tokens_per_step
 
 MOST_BYTES = 2**20  # of a request
 MOST_NAMED = 20  # models in a message
@@ -263,7 +263,7 @@ class Run:
         best = min(self.evaluations, key=lambda one: one.held_out, default=None)
         spent = spent_in(newest)
         left = seconds_left(self.rows, self.config.get("training_steps", math.nan))
-        tokens = steps.tokens_per_step(common.stored_config(self.config))
+        tokens = tokens_per_step(common.stored_config(self.config))
         planned = read_json(self.folder, "plan.json").get("seconds", {}).get("step")
         speed = statistics.median(row["tokens_per_second"] for row in self.rows[-RECENT:])
         return dict(

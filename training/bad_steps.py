@@ -1,6 +1,6 @@
 """Bad steps, whose loss or gradient is not finite: they are skipped and counted, and several in a row cause a rollback.
 
-The train step itself skips a bad step: it leaves the parameters and the optimizer as they were (training/steps.py).
+The train step itself skips a bad step: it leaves the parameters and the optimizer as they were (train_step.py).
 """
 
 import math

@@ -10,12 +10,12 @@ import orbax.checkpoint as ocp
 
 import utils
 from config import settle
-from training import steps
 from training.checkpointing import Checkpoints
+from training.train_state import abstract_state, arranger, init_state
 
 
 class RunCheckpoints(Checkpoints):
-    """The checkpoints of a run. In them the blocks are in order, as `steps.arranger` has them: they fit every mesh."""
+    """The checkpoints of a run. In them the blocks are in order, as `arranger` has them: they fit every mesh."""
 
     def __init__(self, cfg, mesh, optimizer, data, load_weights=None, mix_borders=(), lock=None):
         """data: fingerprint of the shards. load_weights(abstract): parameters that the run begins with, of
@@ -28,9 +28,9 @@ class RunCheckpoints(Checkpoints):
         super().__init__(folder, **how, **({"confirm": lock.confirm} if lock else {}))
         self.optimizer = optimizer
         self.load_weights = load_weights
-        self.stored = steps.abstract_state(self.cfg, mesh, optimizer)
-        self.to_stored = steps.arranger(cfg, self.stored)
-        self.to_running = steps.arranger(cfg, steps.abstract_state(cfg, mesh, optimizer))
+        self.stored = abstract_state(self.cfg, mesh, optimizer)
+        self.to_stored = arranger(cfg, self.stored)
+        self.to_running = arranger(cfg, abstract_state(cfg, mesh, optimizer))
         self.about = dict(
             mesh=list(cfg.run.n_device_axis),
             versions={p.__name__: p.__version__ for p in (jax, optax, ocp, np)},
@@ -50,7 +50,7 @@ class RunCheckpoints(Checkpoints):
     def _running(self, found):
         if not found:
             params = self.load_weights and self.load_weights(self.stored.params)
-            state = steps.init_state(self.cfg, self.stored, self.optimizer, params)
+            state = init_state(self.cfg, self.stored, self.optimizer, params)
             found = state, dict(step=0, sequences=0)
         state, meta = found
         return self.to_running(state), meta

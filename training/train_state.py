@@ -1,0 +1,91 @@
+"""The training state: what a step reads and writes, its shapes, where it is on the mesh, and how it begins."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import model
+from architectures import parameters
+
+
+class TrainState(NamedTuple):
+    """All that a step reads and writes. A checkpoint holds it and the number of sequences consumed."""
+
+    params: Any  # float32, see model.param_table
+    opt_state: Any
+    step: jax.Array  # int32 []
+    key: jax.Array  # uint32 [2], of dropout
+
+
+def abstract_params(cfg, mesh):
+    """The parameters as float32 ShapeDtypeStructs with shardings."""
+    table = model.param_table(cfg)
+    return jax.tree.map(
+        lambda param, sharding: jax.ShapeDtypeStruct(param.shape, jnp.float32, sharding=sharding),
+        table,
+        parameters.shardings(table, mesh),
+        is_leaf=parameters.is_param,
+    )
+
+
+def map_opt_state(optimizer, params, of_params, of_others, beside):
+    """The optimizer's state for `params`, a tree of ShapeDtypeStructs: of_params(leaf, x) for what belongs to the
+    parameter of x in the tree `beside`, of_others(leaf) for all else."""
+
+    def is_masked(leaf):  # a parameter that another rule of the optimizer updates
+        return isinstance(leaf, optax.MaskedNode)
+
+    return optax.tree_map_params(
+        optimizer,
+        lambda leaf, x: leaf if is_masked(leaf) else of_params(leaf, x),
+        jax.eval_shape(optimizer.init, params),
+        beside,
+        transform_non_params=of_others,
+        is_leaf=is_masked,
+    )
+
+
+def abstract_state(cfg, mesh, optimizer):
+    """TrainState of ShapeDtypeStructs: optimizer leaves lie as their parameters do, scalars on all devices."""
+    params = abstract_params(cfg, mesh)
+    replicated = NamedSharding(mesh, P())
+    opt_state = map_opt_state(
+        optimizer,
+        params,
+        lambda leaf, param: leaf.update(sharding=param.sharding),
+        lambda leaf: leaf.update(sharding=replicated),
+        beside=params,
+    )
+    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
+    key = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=replicated)
+    return TrainState(params, opt_state, step, key)
+
+
+def arranger(cfg, abstract):
+    """Function that gives a tree the shapes and shardings of `abstract`. Checkpoints and samples have the blocks in
+    order [blocks, ...]; --pp_interleave deals them out to stages in rounds."""
+    if cfg.run.pp_interleave == 1:
+        return lambda tree: tree
+
+    def arrange(tree):
+        return jax.tree.map(lambda x, a: x.reshape(a.shape), tree, abstract)
+
+    shardings = jax.tree.map(lambda a: a.sharding, abstract)
+    return jax.jit(arrange, out_shardings=shardings)
+
+
+def init_state(cfg, abstract, optimizer, params=None):
+    """TrainState at step 0, made in place on the mesh, the same on every mesh. `params`, if given, are used up."""
+
+    def init(params, seed):
+        init_key, key = jax.random.split(jax.random.key(seed))
+        params = params or parameters.init_params(model.param_table(cfg), init_key)
+        opt_state = optimizer.init(params)
+        return TrainState(params, opt_state, jnp.int32(0), jax.random.key_data(key))
+
+    shardings = jax.tree.map(lambda s: s.sharding, abstract)
+    return jax.jit(init, out_shardings=shardings, donate_argnums=0)(params, cfg.run.seed)

@@ -1,0 +1,113 @@
+"""The train step: from a batch to an updated `TrainState`, as one compiled program.
+
+Before it, dataset.py has put the batch on the mesh. Here its gradient (model.py: make_loss) is accumulated and the
+optimizer (training/optimizer.py) updates the parameters. The run, the plan and the benchmarks compile this same step.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import collectives
+import model
+import utils
+from training.optimizer import HYPERPARAMETERS, learning_rate, make_optimizer
+from training.sizes import batch_shape
+from training.train_state import TrainState
+
+
+def make_train_step(cfg, mesh):
+    """`train_step(state, tokens, targets, numbers)` -> (state, metrics); tokens and targets int32 [accumulation, M, B,
+    T]; numbers: of `optimizer.hyperparameters`, which stand in for those of `cfg`.
+
+    Gradients are averaged over the accumulation in float32. shard_map is around the loss alone: gradient, clipping and
+    optimizer see global arrays. A bad step, whose loss or gradient is not finite, changes only `state.step`, the one
+    clock of the learning rate.
+    """
+
+    def train_step(state, tokens, targets, numbers):
+        now = utils.replace(cfg, **numbers)
+        gradient = jax.value_and_grad(model.make_loss(now, mesh, train=True), has_aux=True)
+        # jit, so that it is traced once, for its shapes and for its use; inline, so that the program stays the same
+        gradient = jax.jit(gradient, inline=True)
+        optimizer = make_optimizer(now, mesh)
+        rate = learning_rate(now.optimizer, state.step)
+        (loss, seen), grads = accumulate_gradient(gradient, state, tokens, targets)
+        with jax.named_scope("optimizer"):
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params, rate=rate)
+            params = optax.apply_updates(state.params, updates)
+            params = model.update_router_bias(now, params, seen.load, tokens.size)
+            norm = optax.tree.norm(grads)
+            sound = jnp.isfinite(loss) & jnp.isfinite(norm)
+            before = state.params, state.opt_state
+            choose = functools.partial(jnp.where, sound)
+            params, opt_state = jax.tree.map(choose, (params, opt_state), before)
+        metrics = step_metrics(cfg, loss, seen, rate, norm)
+        return TrainState(params, opt_state, state.step + 1, state.key), metrics
+
+    return train_step
+
+
+def accumulate_gradient(gradient, state, tokens, targets):
+    """((loss, `model.Metrics`), gradient of every parameter): means over the accumulation, but the load is its sum.
+    gradient: of jax.value_and_grad, a function of one batch; tokens, targets int32 [accumulation, M, B, T]."""
+    n_batches, M, B, _ = tokens.shape
+    key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+
+    def add_batch(total, batch):
+        i, tokens, targets = batch
+        more = gradient(state.params, tokens, targets, key, i * M * B)
+        return jax.tree.map(jnp.add, total, more), None
+
+    batch = tokens[0], targets[0]
+    shapes = jax.eval_shape(gradient, state.params, *batch, key, jnp.int32(0))
+    zeros = jax.tree.map(jnp.zeros_like, shapes)
+    total, _ = lax.scan(add_batch, zeros, (jnp.arange(n_batches), tokens, targets))
+    (_, summed), _ = total
+    (loss, seen), grads = jax.tree.map(lambda x: x / n_batches, total)
+    # whole counts, by which router biases move
+    return (loss, seen._replace(load=summed.load)), grads
+
+
+@jax.named_scope("metrics")
+def step_metrics(cfg, loss, seen, lr, grad_norm):
+    """{name: float32 [], [E] or [layers]} of a training step, as metrics.jsonl calls them. seen: `model.Metrics`."""
+    metrics = {
+        "loss/train_loss": loss,
+        "loss/train_cross_entropy_loss": seen.cross_entropy,
+        "lr": lr,
+        "grad_norm": grad_norm,
+    }
+    if cfg.model.n_experts:
+        counts = seen.load.reshape(-1, cfg.model.n_experts)  # [layers, E] tokens routed to each
+        metrics["loss/load_loss"] = seen.load_loss
+        shares = counts / counts.sum(-1, keepdims=True)
+        metrics["load/experts"] = shares.mean(0)  # [E]
+        # the fullest expert of each layer, [layers]; 1 where the load is even
+        metrics["load/layers"] = cfg.model.n_experts * shares.max(-1)
+        metrics["load/dropped"] = seen.dropped
+    return metrics
+
+
+def lower_train_step(cfg, mesh, abstract):
+    """`make_train_step`, ready to be compiled for a TrainState like `abstract`, which it overwrites. (Not for a state
+    itself: a restored one would give another program.)"""
+    batch = NamedSharding(mesh, collectives.BATCH_SPEC)
+    tokens = jax.ShapeDtypeStruct(batch_shape(cfg), jnp.int32, sharding=batch)
+    replicated = NamedSharding(mesh, P())
+    numbers = {
+        name: jax.ShapeDtypeStruct((), kind, sharding=replicated)
+        for name, kind in HYPERPARAMETERS.items()
+    }
+    state_shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    step = jax.jit(
+        make_train_step(cfg, mesh),
+        donate_argnums=0,
+        out_shardings=(state_shardings, replicated),
+    )
+    return step.lower(abstract, tokens, tokens, numbers)
