@@ -1,0 +1,214 @@
+"""The plain model: the loss that every mesh must compute, as the papers write it. Read this file first.
+
+It is `--architecture deepseek` in float32 on one device, without a mesh, a collective or a fast path. `model.py` and
+`architectures/deepseek.py` compute the same on any mesh, in any order and in less memory; `tests/test_plain.py` holds
+their loss and every gradient to this file. docs/guide.md begins here and shows how each function is spread.
+
+It reads the program's own parameters, of presets such as `tiny`, `moe1b` and `deepseek-tiny`. It does not cover
+GPT-2 and Qwen3, nor `--dropout_rate` and `--capacity_factor`, which drops tokens. On random weights:
+
+    cfg = settings.validate(presets.preset("tiny"), 1)
+    params = parameters.init_params(model.param_table(cfg), jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (2, 33), 0, cfg.model.vocab_size)
+    plain_model.loss(params, tokens[:, :-1], tokens[:, 1:], cfg.model, balance_weight=1e-4)
+
+On a run that was trained, cfg and params come from
+
+    options = common.Sample(model="runs/tiny", model_dtype="float32", n_device_axis=(1, 1, 1))
+    cfg, _, params, tokenizer = common.open_model(options, text=True)
+
+Equations are those of DeepSeek-V3 (arXiv:2412.19437, section 2.1). Letters of shapes and einsums: b B batch, t T
+sequence (s where a token is a key), d D model, h H heads, k K channels of a head's key, v V those of its value, r R
+rotary channels, c C channels of a latent, e E experts, f F hidden channels of a feed-forward. `m`: flags of the model.
+"""
+
+import jax
+import jax.numpy as jnp
+
+# A short convolution starts at 0 and Adam moves all weights by similar steps: this factor lets it learn faster.
+CONV_SCALE = 4.0
+# Added to the mean square in the norms of latents and of the embedding's rows. Others have --norm_eps.
+EPS = 1e-6
+
+
+def loss(params, tokens, targets, m, balance_weight):
+    """The training loss of tokens and targets [B, T], and a dict of what it consists of: cross_entropy and load_loss,
+    and load [layers with experts, E], how many choices fell on each expert."""
+    logits, load_loss, load = forward(params, tokens, m)
+    log_probs = jax.nn.log_softmax(logits)
+    log_probs = jnp.take_along_axis(log_probs, targets[..., None], -1)
+    cross_entropy = -log_probs.mean()
+    parts = dict(cross_entropy=cross_entropy, load_loss=load_loss, load=load)
+    return cross_entropy + balance_weight * load_loss, parts
+
+
+def forward(params, tokens, m):
+    """Logits [B, T, vocab_size] of tokens [B, T]; the balance loss, summed over layers; load [layers with experts,
+    E]."""
+    start = document_starts(tokens, m)
+    x = embed(params, tokens, start, m)  # [B, T, D], the residual stream
+    load_loss, load = 0.0, []
+    for p in layers(params, m):
+        h = rms_norm(x, p["attention"]["norm"], m.norm_eps)
+        x = x + attention(p["attention"], h, start, m)
+        h = rms_norm(x, p["norm"], m.norm_eps)
+        if "router" in p:
+            out, scores, chosen = mixture_of_experts(p, h, m)
+            load_loss += balance_loss(scores, chosen, m)
+            load.append(chosen.sum((0, 1)))
+        else:
+            out = feed_forward(p["ffn"], h, m)
+        x = x + out
+    x = rms_norm(x, params["norm"], m.norm_eps)
+    head = params["embedding"] if m.tied else params["head"]
+    head = head[: m.vocab_size]  # the rows beyond are padding
+    return jnp.einsum("btd,vd->btv", x, head), load_loss, jnp.stack(load)
+
+
+def layers(params, m):
+    """Yield the parameters of each layer: --first_layers, which are dense, then blocks of --layers_per_block, in which
+    only the last layer has experts. `params` holds the layers of a kind stacked in one array for each weight."""
+    for i in range(m.first_layers):
+        yield take(params["first"], i)
+    for block in range(m.blocks):
+        for i in range(m.layers_per_block - 1):
+            yield take(params["dense"], (block, i))
+        yield take(params["moe"], block)
+
+
+def take(stack, index):
+    """The parameters at an index of the leading dims of a stack."""
+    return jax.tree.map(lambda weight: weight[index], stack)
+
+
+def document_starts(tokens, m):
+    """The position [B, T] at which the document of each token starts. With --document_mask an end-of-text token starts
+    one; without, each sequence is one document."""
+    if not m.document_mask:
+        return jnp.zeros_like(tokens)
+    start = jnp.where(tokens == m.end_of_text, jnp.arange(tokens.shape[1]), 0)
+    return jax.lax.cummax(start, axis=1)
+
+
+def embed(params, tokens, start, m):
+    """What enters the first layer, [B, T, D]. There are no learned positions: attention rotates queries and keys."""
+    x = params["embedding"][tokens]
+    if m.embedding_norm:
+        x = rms_norm(x, params["embedding_norm"], EPS)
+    if m.embedding_conv:
+        x = short_conv(x, params["embedding_conv"], start)
+    return x
+
+
+def short_conv(x, weights, start):
+    """Add to each token's channels x [B, T, C] those of the n tokens before it in its document, each times a weight of
+    that channel: weights [n, C], the nearest token's first (H3, arXiv:2212.14052, section 3.1)."""
+    place = jnp.arange(x.shape[1]) - start  # of each token in its document, [B, T]
+    out = x
+    for distance, weight in enumerate(weights, 1):
+        before = jnp.roll(x, distance, axis=1)
+        before = jnp.where(place[..., None] >= distance, before, 0)
+        out = out + CONV_SCALE * weight * before
+    return out
+
+
+def rms_norm(x, scale, eps):
+    """Root-mean-square norm over channels (arXiv:1910.07467, equation 4)."""
+    return x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * scale
+
+
+def rotate(x, base):
+    """Rotary positions (RoFormer, arXiv:2104.09864, section 3.4): channels i and i + r/2 of x [..., T, r] are a point
+    in the plane, which turns by an angle proportional to the token's position."""
+    *_, T, r = x.shape
+    frequency = base ** (-2 * jnp.arange(r // 2) / r)
+    angle = jnp.arange(T)[:, None] * frequency  # [T, r/2]
+    a, b = jnp.split(x, 2, -1)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def attention(p, x, start, m):
+    """Multi-head latent attention (equations 1 to 11): keys and values of all heads come from one narrow latent, which
+    is all that decoding has to remember of a token, with one rotary key that the heads share. x [B, T, D]."""
+    # One matrix makes both latents and the rotary key, which has no channels in layers without positions.
+    q_latent, kv_latent, k_rope = jnp.split(
+        jnp.einsum("btd,dc->btc", x, p["down"]), (m.q_latent, m.q_latent + m.latent_dim), -1
+    )
+    q_latent = rms_norm(q_latent, p["q_norm"], EPS) if m.q_latent else x  # [B, T, C], equation 6
+    kv_latent = rms_norm(kv_latent, p["kv_norm"], EPS)  # [B, T, C], equation 1
+    k_rope = rotate(k_rope, m.rope_base)  # [B, T, R], equation 3
+    if m.latent_conv:
+        weights, pair_weights = jnp.split(p["conv"], (m.latent_dim,), -1)
+        # Both channels of a rotated pair have one weight, so that scores depend on distances alone.
+        pair_weights = jnp.concatenate([pair_weights, pair_weights], -1)
+        kv_latent = short_conv(kv_latent, weights, start)
+        k_rope = short_conv(k_rope, pair_weights, start)
+
+    q = jnp.einsum("btc,chk->bhtk", q_latent, p["q_up"])
+    q_nope, q_rope = jnp.split(q, (m.key_dim,), -1)  # [B, H, T, K] and [B, H, T, R], equation 7
+    q_rope = rotate(q_rope, m.rope_base)  # equation 8
+    kv = jnp.einsum("bsc,chk->bhsk", kv_latent, p["kv_up"])
+    k_nope, v = jnp.split(kv, (m.key_dim,), -1)  # [B, H, T, K] and [B, H, T, V], equations 2 and 5
+
+    scores = jnp.einsum("bhtk,bhsk->bhts", q_nope, k_nope)  # equation 10
+    scores += jnp.einsum("bhtr,bsr->bhts", q_rope, k_rope)
+    scores /= q.shape[-1] ** 0.5
+    position = jnp.arange(x.shape[1])
+    visible = (position <= position[:, None]) & (
+        position >= start[..., None]
+    )  # [B, T, T]: t sees s
+    scores = jnp.where(visible[:, None], scores, -jnp.inf)
+    heads = jnp.einsum("bhts,bhsv->bhtv", jax.nn.softmax(scores), v)
+    return jnp.einsum("bhtv,hvd->btd", heads, p["out"])  # equation 11
+
+
+def feed_forward(p, x, m):
+    """A feed-forward of hidden width F: SwiGLU (arXiv:2002.05202, equation 5) or GELU. x [B, T, D]."""
+    gate, *up = jnp.einsum("btd,gdf->gbtf", x, p["up"])  # g: two matrices for SwiGLU, one for GELU
+    hidden = jax.nn.gelu(gate) if m.activation == "gelu" else jax.nn.silu(gate) * up[0]
+    return jnp.einsum("btf,df->btd", hidden, p["down"])
+
+
+def mixture_of_experts(p, x, m):
+    """Shared experts, and the routed experts that each token chose, weighed by their gates (equation 12). x [B, T, D]
+    -> [B, T, D], and what `route` returns of the choice."""
+    scores, chosen, gates = route(p, x, m)
+    out = feed_forward(p["shared"], x, m) if m.n_shared else 0
+    for e in range(m.n_experts):
+        # Every expert computes every token here; the gates of those that did not choose it are 0.
+        out += gates[..., e, None] * feed_forward(take(p["experts"], e), x, m)
+    return out, scores, chosen
+
+
+def route(p, x, m):
+    """The router's scores [B, T, E] of tokens x [B, T, D]; chosen [B, T, E], 1 for the experts that a token goes to
+    and 0 for others; their gates [B, T, E]."""
+    scores = jax.nn.sigmoid(jnp.einsum("btd,de->bte", x, p["router"]))  # equation 15
+    wanted = scores + p["bias"]  # equation 16: the bias evens out the load and changes no gate
+    if m.n_groups > 1:
+        wanted = within_best_groups(wanted, m)
+    _, experts = jax.lax.top_k(wanted, m.experts_per_token)
+    chosen = jax.nn.one_hot(experts, m.n_experts).sum(-2)
+    gates = scores * chosen  # equation 14
+    if m.experts_per_token > 1:  # a single gate divided by itself would teach the router nothing
+        gates = gates / gates.sum(-1, keepdims=True)  # equation 13
+    return scores, chosen, m.routed_scaling * gates
+
+
+def within_best_groups(wanted, m):
+    """`wanted` [B, T, E], with -inf for experts outside the best k_groups of n_groups groups. A group is as good as the
+    sum of its two best experts (section 2.1.2, node-limited routing)."""
+    groups = jnp.stack(jnp.split(wanted, m.n_groups, -1), -2)  # [B, T, groups, E/groups]
+    two_best, _ = jax.lax.top_k(groups, 2)
+    _, best = jax.lax.top_k(two_best.sum(-1), m.k_groups)
+    allowed = jax.nn.one_hot(best, m.n_groups).sum(-2)  # [B, T, groups]
+    return jnp.where(allowed[..., None] > 0, groups, -jnp.inf).reshape(wanted.shape)
+
+
+def balance_loss(scores, chosen, m):
+    """The sequence-wise balance loss (equations 17 to 20), without its weight: 1 where every expert gets an equal share
+    of the choices of each sequence. Mean over sequences; scores and chosen [B, T, E]."""
+    frequency = chosen.mean(1) * m.n_experts / m.experts_per_token  # [B, E], equation 18
+    share = scores / scores.sum(-1, keepdims=True)  # equation 19
+    return (frequency * share.mean(1)).sum(-1).mean()  # equations 20 and 17
