@@ -383,7 +383,7 @@ def open_data(cfg, stored, encoding):
     for part in (corpus, val_corpus):
         part.check_encoding(encoding)
     data = data_fingerprint(corpus, val_corpus)
-    alike = settle.without(utils.flags_with("per_process"), utils.flatten(cfg))
+    alike = settle.without(utils.flags_with(per_process=True), utils.flatten(cfg))
     processes.check_agreement(alike, data, cfg.run)
     if stored and stored["data_fingerprint"] != data:
         raise UserError(

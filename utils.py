@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from config import parser
-from config.parser import DAYS, MANY, VOCABULARY, WIDE, Mesh, choice, flag, setting
+from config.parser import DAYS, MANY, VOCABULARY, WIDE, Facts, Mesh, facts_of, flag
 from runtime.messages import UserError, masked
 
 
@@ -20,92 +20,96 @@ from runtime.messages import UserError, masked
 class Model:
     """The architecture and its sizes. The defaults are of DeepSeek-V3's blocks (arXiv:2412.19437, section 2.1)."""
 
-    architecture: str = "deepseek"
+    architecture: str = flag("deepseek", on_resume="kept")
     """Family of the layers: deepseek, gpt2, qwen3 or another file of architectures/."""
-    model_dimension: int = flag(768, least=1, most=WIDE)
+    model_dimension: int = flag(768, on_resume="kept", least=1, most=WIDE)
     """Width D of the residual stream, in channels."""
-    vocab_size: int = flag(100277, least=2, most=VOCABULARY)
+    vocab_size: int = flag(100277, on_resume="kept", least=2, most=VOCABULARY)
     """Token ids; if not given those of --tokenizer, or of the shards. The embedding has a multiple of 128 rows."""
-    tied: bool = True
+    tied: bool = flag(True, on_resume="kept")
     """Whether the embedding is the output head too."""
-    norm_eps: float = 1e-6
+    norm_eps: float = flag(1e-6, on_resume="kept")
     """Added to the mean square in norms; in those of latents it is 1e-6, as in DeepSeek-V3's code."""
-    n_head: int = flag(12, least=1, most=MANY)
+    n_head: int = flag(12, on_resume="kept", least=1, most=MANY)
     """Attention heads."""
-    n_kv_head: int = choice(0, most=MANY)
+    n_kv_head: int = flag(0, on_resume="kept", absent=0, most=MANY)
     """Heads of keys and values, each read by n_head / n_kv_head query heads (arXiv:2305.13245); 0: n_head."""
-    first_layers: int = choice(0, most=MANY)
+    first_layers: int = flag(0, on_resume="kept", absent=0, most=MANY)
     """Dense layers before the blocks. They run on all of pp, as the embedding does, so stages stay even."""
-    blocks: int = flag(8, least=1, most=MANY)
+    blocks: int = flag(8, on_resume="kept", least=1, most=MANY)
     """Blocks of layers; pp must divide it."""
-    layers_per_block: int = choice(6, least=1, absent=1, most=MANY)
+    layers_per_block: int = flag(6, on_resume="kept", absent=1, least=1, most=MANY)
     """Layers in a block: the last has a mixture of experts, and rotary positions only where it is alone."""
-    T: int = flag(1024, least=1, of_weights=False, first=True, most=2**22)
+    T: int = flag(1024, on_resume="kept", free_with_weights=True, common=True, least=1, most=2**22)
     """Sequence length in tokens; tp must divide it."""
-    latent_dim: int = choice(128, absent=0, most=WIDE)
+    latent_dim: int = flag(128, on_resume="kept", absent=0, most=WIDE)
     """Channels of the key/value latent (multi-head latent attention)."""
-    q_latent_dim: int = choice(-1, least=-1, absent=0, most=WIDE)
+    q_latent_dim: int = flag(-1, on_resume="kept", absent=0, least=-1, most=WIDE)
     """Channels of the query latent; -1: latent_dim, 0: queries are projected from the residual."""
-    head_dim: int = choice(0, most=WIDE)
+    head_dim: int = flag(0, on_resume="kept", absent=0, most=WIDE)
     """Channels of a head's value, and of its query and key without rope_dim; 0: model_dimension / n_head."""
-    rope_dim: int = choice(128, absent=0, most=WIDE)
+    rope_dim: int = flag(128, on_resume="kept", absent=0, alias="dhR", most=WIDE)
     """Channels of the decoupled rotary part of each query, and of the rotary key that the heads share."""
-    rope_base: float = choice(10_000.0, least=1, absent=1.0)
+    rope_base: float = flag(10_000.0, on_resume="kept", absent=1.0, least=1)
     """Base of the rotary frequencies."""
-    embedding_norm: bool = choice(False)
+    embedding_norm: bool = flag(False, on_resume="kept", absent=False)
     """Whether a token's row of the embedding is normalized before it enters the first layer."""
-    embedding_conv: int = choice(0, most=64)
+    embedding_conv: int = flag(0, on_resume="kept", absent=0, most=64)
     """Earlier tokens whose rows of the embedding a short convolution adds to each token's; 0: none."""
-    latent_conv: int = choice(0, most=64)
+    latent_conv: int = flag(0, on_resume="kept", absent=0, most=64)
     """Earlier tokens that a short convolution mixes into each token's key/value latent and rotary key; 0: none."""
-    activation: Literal["swiglu", "gelu"] = "swiglu"
+    activation: Literal["swiglu", "gelu"] = flag("swiglu", on_resume="kept")
     """Feed-forward: swiglu has three matrices, gelu two."""
-    ffn_dim: int = flag(0, most=WIDE)
+    ffn_dim: int = flag(0, on_resume="kept", most=WIDE)
     """Hidden width of a dense feed-forward; 0: 4 x model_dimension for gelu, 8/3 x, in multiples of 64, for swiglu."""
-    expert_dim: int = choice(0, most=WIDE)
+    expert_dim: int = flag(0, on_resume="kept", absent=0, most=WIDE)
     """Hidden width of one expert; 0: the same as ffn_dim."""
-    n_experts: int = choice(16, absent=0, most=MANY)
+    n_experts: int = flag(16, on_resume="kept", absent=0, most=MANY)
     """Routed experts in every mixture-of-experts layer; dp x tp must divide it or be divided by it."""
-    experts_per_token: int = choice(2, absent=0, most=MANY)
+    experts_per_token: int = flag(2, on_resume="kept", absent=0, alias="k", most=MANY)
     """Routed experts that each token goes to. Gates are divided by their sum, a single one is the router's score."""
-    n_groups: int = choice(1, least=1, most=MANY)
+    n_groups: int = flag(1, on_resume="kept", absent=1, least=1, most=MANY)
     """Groups that the experts form; a token's experts come from k_groups of them."""
-    k_groups: int = choice(1, least=1, most=MANY)
+    k_groups: int = flag(1, on_resume="kept", absent=1, least=1, most=MANY)
     """Groups that each token may choose its experts from."""
-    routed_scaling: float = choice(1.0)
+    routed_scaling: float = flag(1.0, on_resume="kept", absent=1.0)
     """Factor on the gates."""
-    n_shared: int = choice(2, absent=0, most=MANY)
+    n_shared: int = flag(2, on_resume="kept", absent=0, most=MANY)
     """Shared experts, each as wide as a routed one, added for every token."""
-    capacity_factor: float = choice(0.0, of_weights=False)
+    capacity_factor: float = flag(0.0, on_resume="kept", free_with_weights=True, absent=0.0)
     """Bucket size of an expert, in multiples of the mean load. Tokens beyond it skip the expert. 0: no token does."""
-    document_mask: bool = flag(False, of_weights=False)
+    document_mask: bool = flag(False, on_resume="kept", free_with_weights=True)
     """Keep documents apart: no attention across the end-of-text token that begins each; learned positions restart."""
-    end_of_text: int = flag(-1, least=-1, of_weights=False, derived=True)
+    end_of_text: int = flag(-1, on_resume="kept", free_with_weights=True, derived=True, least=-1)
     """Token id that begins a document, for document_mask: the tokenizer's."""
-    dropout_rate: float = flag(0.0, below=1, of_weights=False)
+    dropout_rate: float = flag(0.0, on_resume="kept", free_with_weights=True, below=1)
     """Probability of zeroing a channel after the embedding, attention and feed-forward."""
-    model_dtype: Literal["bfloat16", "float32"] = flag("bfloat16", of_weights=False)
+    model_dtype: Literal["bfloat16", "float32"] = flag(
+        "bfloat16", on_resume="kept", free_with_weights=True
+    )
     """Type of activations and matrix products; parameters and delicate sums are always float32."""
-    remat: Literal["none", "dots", "experts", "attention", "full"] = setting("attention")
+    remat: Literal["none", "dots", "experts", "attention", "full"] = flag(
+        "attention", on_resume="free"
+    )
     """What a layer keeps for its backward pass, beside its input; it recomputes the rest. dots: products with weights
     other than experts'. experts: what routed experts receive, and their first product. attention: what its kernel
     returns, where there is one (on TPUs only where each layer runs once a batch); dots and experts keep it too. full:
     nothing more."""
-    fsdp: Literal["full", "hoist", "none"] = setting("hoist")
+    fsdp: Literal["full", "hoist", "none"] = flag("hoist", on_resume="free")
     """Weights over dp. full: split, gathered before every use, for the least memory. hoist: split, gathered once a
     batch, and as full where that is one microbatch in one stage. none: whole on every replica (experts are always
     split)."""
-    sequence_parallel: Literal["megatron", "ulysses"] = setting("ulysses")
+    sequence_parallel: Literal["megatron", "ulysses"] = flag("ulysses", on_resume="free")
     """What is sent over tp. megatron (arXiv:2205.05198): activations; for wide models. ulysses (arXiv:2309.14509):
     latents, the heads' outputs, and weights; for many tokens."""
-    experts: Literal["auto", "buckets", "tiles"] = setting("auto", absent="auto")
+    experts: Literal["auto", "buckets", "tiles"] = flag("auto", on_resume="free", absent="auto")
     """How experts get their tokens. buckets: devices send them to the experts' devices. tiles: each device gathers all
     tokens, without capacity_factor. auto: tiles on CPUs if it can, else buckets."""
-    attention: str = setting("auto")
+    attention: str = flag("auto", on_resume="free")
     """Kernel of the causal attention. xla: all T x T scores in memory; blockwise: half of them, in blocks; splash
     (TPUs) and flash (A100, H100, H200, B200): none. auto: splash or flash where it runs, else blockwise."""
 
-    revision: int = flag(1, derived=True)
+    revision: int = flag(1, on_resume="kept", derived=True)
     """Goes up when flags begin to mean another model, which older runs are not (config/settle.py: CHANGED)."""
 
     @property
@@ -149,29 +153,39 @@ class Model:
 class Data:
     """Where the tokens are."""
 
-    data: str = setting("data/shards", per_process=True, first=True, places="", needed=True)
+    data: str = flag(
+        "data/shards",
+        on_resume="free",
+        alias="bucket_name",
+        per_process=True,
+        path_separator="",
+        common=True,
+        nonempty=True,
+    )
     """Folder, gs:// or s3:// address that holds the shard folders."""
-    mix: str = flag("", places=",")
+    mix: str = flag("", on_resume="kept", path_separator=",")
     """Corpora and weights, such as web:0.7,code:0.3: folders in data, or addresses. Weights may change at shares of the
     run: web:0.7,code:0.3 until 0.8, web:0.3,code:0.7. Validation has their mean. Empty: data is the only corpus."""
-    cache_dir: str = setting("data/cache", per_process=True, needed=True)
+    cache_dir: str = flag(
+        "data/cache", on_resume="free", alias="process_path", per_process=True, nonempty=True
+    )
     """Local folder for what is read of remote shards; runs and processes of a machine share it."""
-    cache_gb: float = setting(16.0)
+    cache_gb: float = flag(16.0, on_resume="free")
     """Gigabytes of remote shards to keep there; sequences are shuffled in windows of 2 to 4 GB."""
-    tokenizer: str = flag("", first=True, places="")
+    tokenizer: str = flag("", on_resume="kept", path_separator="", common=True)
     """Tokenizer of the shards: a tiktoken name (cl100k_base, gpt2, ...), a file of tiktoken ranks or a Hugging Face
     tokenizer.json. Empty: the one that the shards' manifest names."""
-    global_batch_size: int = setting(256, least=1, first=True, most=WIDE)
+    global_batch_size: int = flag(256, on_resume="batch", common=True, least=1, most=WIDE)
     """Training sequences of a step on all devices, the same on every mesh. Given train_batch_size alone, this is that
     x dp x accumulation_steps."""
-    train_batch_size: int = setting(0, most=WIDE)
+    train_batch_size: int = flag(0, on_resume="batch", most=WIDE)
     """Training sequences per replica and accumulation step; 0: the replicas' share of global_batch_size."""
-    val_batch_size: int = setting(0, most=WIDE)
+    val_batch_size: int = flag(0, on_resume="batch", most=WIDE)
     """Validation sequences per replica and batch; 0: a validation batch has global_batch_size sequences, divided as
     those of a training step."""
-    microbatch_size: int = setting(8, least=1, most=WIDE)
+    microbatch_size: int = flag(8, on_resume="free", least=1, most=WIDE)
     """Most sequences of a microbatch on a replica, where microbatches are not given."""
-    microbatches: int = setting(0, most=MANY)
+    microbatches: int = flag(0, on_resume="free", alias="micro_batch_size", most=MANY)
     """Parts of a batch in the pipeline; pp must divide it. 0: as few as microbatch_size allows."""
 
 
@@ -179,33 +193,35 @@ class Data:
 class Optimizer:
     """AdamW or Muon, with global-norm clipping; the learning rate's schedule."""
 
-    optimizer: Literal["adamw", "muon"] = "adamw"
+    optimizer: Literal["adamw", "muon"] = flag("adamw", on_resume="kept")
     """adamw; or muon, which orthogonalizes updates of matrices between hidden channels (arXiv:2502.16982)."""
-    max_lr: float = flag(6e-4, first=True)
+    max_lr: float = flag(6e-4, on_resume="kept", common=True)
     """Learning rate at the end of the warm-up."""
-    end_lr: float = 6e-5
+    end_lr: float = flag(6e-5, on_resume="kept")
     """Learning rate from end_steps on; 0: parameters no longer change."""
-    schedule: Literal["cosine", "linear", "wsd"] = "cosine"
+    schedule: Literal["cosine", "linear", "wsd"] = flag("cosine", on_resume="kept")
     """Learning rate from max_lr, after the warm-up, to end_lr. wsd: max_lr until the last decay_steps."""
-    warmup_steps: int = setting(5000)
+    warmup_steps: int = flag(5000, on_resume="told")
     """Steps of linear warm-up from 0 to max_lr."""
-    decay_steps: int = setting(0)
+    decay_steps: int = flag(0, on_resume="told")
     """Steps before end_steps in which wsd decays. 0: never."""
-    end_steps: int = setting(75000, least=1)
+    end_steps: int = flag(75000, on_resume="told", least=1)
     """Step at which the learning rate reaches end_lr; training_steps, if only that is given."""
-    grad_clip_norm: float = flag(1.0, least=1e-12)
+    grad_clip_norm: float = flag(1.0, on_resume="kept", least=1e-12)
     """Largest global norm of the gradient, in float32; larger gradients are scaled down."""
-    embedding_lr: float = 1.0
+    embedding_lr: float = flag(1.0, on_resume="kept")
     """Learning rate of the embedding, in multiples of the schedule's; small models gain from 16."""
-    weight_decay: float = 0.1
+    weight_decay: float = flag(0.1, on_resume="kept")
     """Decoupled weight decay of matrices; norms, routers and their biases are exempt."""
-    adam_b2: float = flag(0.95, below=1)
+    adam_b2: float = flag(0.95, on_resume="kept", below=1)
     """Decay of AdamW's second moment; the first moment's is 0.9."""
-    muon_momentum: float = flag(0.95, below=1)
+    muon_momentum: float = flag(0.95, on_resume="kept", below=1)
     """Momentum of Muon, the share that the next step keeps. Short runs gain from less."""
-    balance_weight: float = choice(1e-4, of_weights=False)
+    balance_weight: float = flag(
+        1e-4, on_resume="kept", free_with_weights=True, absent=1e-4, alias="alpha"
+    )
     """Weight of the sequence-level load-balancing loss."""
-    bias_update_rate: float = choice(1e-3, of_weights=False)
+    bias_update_rate: float = flag(1e-3, on_resume="kept", free_with_weights=True, absent=1e-3)
     """Step by which a router's selection bias moves towards an even load after every training step."""
 
 
@@ -213,65 +229,69 @@ class Optimizer:
 class Run:
     """How long, how spread out, and what is written."""
 
-    preset: str = setting("moe1b", first=True)
+    preset: str = flag("moe1b", on_resume="free", common=True)
     """Named set of defaults; a flag given beside it wins. list: print them all, with their sizes."""
-    config: str = setting("", per_process=True, first=True)
+    config: str = flag("", on_resume="free", per_process=True, common=True)
     """JSON file of flags, such as the config.json of a run, between the preset and the flags that are given."""
-    name: str = setting("moe1b", first=True, needed=True)
+    name: str = flag("moe1b", on_resume="free", common=True, nonempty=True)
     """Name of the run, which is saved in output_dir/name."""
-    output_dir: str = setting("runs", per_process=True, first=True, path=True, needed=True)
+    output_dir: str = flag(
+        "runs", on_resume="free", per_process=True, common=True, nonempty=True, expands_home=True
+    )
     """Folder or gs:// address of all runs (Orbax writes no checkpoint to s3://)."""
-    init_from: str = setting("", first=True, path=True, places="")
+    init_from: str = flag("", on_resume="free", path_separator="", common=True, expands_home=True)
     """Weights of a new run: a run directory, a Hugging Face folder, or hf://ORGANISATION/NAME[@REVISION] or gpt2 of its
     hub. They have the architecture."""
-    n_device_axis: Mesh = setting((0, 1, 1), first=True, most=MANY)
+    n_device_axis: Mesh = flag((0, 1, 1), on_resume="free", common=True, most=MANY)
     """Mesh shape: dp pp tp. dp 0: all devices that are left."""
-    n_devices: int = setting(0, first=True, most=MANY)
+    n_devices: int = flag(0, on_resume="free", common=True, most=MANY)
     """Devices to use; 0: all. Without an accelerator this many are simulated."""
-    pp_interleave: int = setting(0, most=MANY)
+    pp_interleave: int = flag(0, on_resume="free", most=MANY)
     """Rounds of the pipeline, by which its bubble is divided; pp x this must divide blocks. 0: up to 4 where pp > 1."""
-    training_steps: int = setting(75000, least=1, first=True)
+    training_steps: int = flag(75000, on_resume="free", common=True, least=1)
     """Optimizer step at which training ends, and the schedule unless end_steps is given too."""
-    accumulation_steps: int = setting(1, least=1, most=WIDE)
+    accumulation_steps: int = flag(1, on_resume="batch", alias="grad_step", least=1, most=WIDE)
     """Batches whose gradients are accumulated for one optimizer step. If not given, more where a step would not fit in
     a device's memory."""
-    eval_steps: int = setting(10, least=1)
+    eval_steps: int = flag(10, on_resume="free", least=1)
     """Validation batches of an evaluation, the same ones every time."""
-    eval_every: int = setting(100, least=1, first=True)
+    eval_every: int = flag(100, on_resume="free", alias="checkpoint_steps", common=True, least=1)
     """Steps between evaluations, each with one printed line."""
-    eval_tasks: str = setting("", places=",")
+    eval_tasks: str = flag("", on_resume="free", path_separator=",")
     """Tasks, groups, tags or patterns of EleutherAI's lm_eval to score, with commas between them, at evaluations on
     a multiple of save_steps and at the end. A name with a slash is a folder of task files."""
-    eval_tasks_limit: int = setting(0)
+    eval_tasks_limit: int = flag(0, on_resume="free")
     """Questions of each task, always the same; 0: all."""
-    save_steps: int = setting(0)
+    save_steps: int = flag(0, on_resume="free")
     """Steps between checkpoints and samples; 0: 10 x eval_every, in a short run fewer: about a tenth of it. One more is
     saved at the end, or when stopped."""
-    keep_checkpoints: int = setting(3, least=1)
+    keep_checkpoints: int = flag(3, on_resume="free", least=1)
     """Newest checkpoints to keep, beside those of keep_every and the one with the smallest validation loss."""
-    keep_every: int = setting(0)
+    keep_every: int = flag(0, on_resume="free")
     """Keep every checkpoint whose step is a multiple of this; 0: none."""
-    max_bad_steps: int = setting(10)
+    max_bad_steps: int = flag(10, on_resume="free")
     """Consecutive skipped steps, whose loss or gradient is not finite, before a rollback to before them; 0: none."""
-    seed: int = 0
+    seed: int = flag(0, on_resume="kept")
     """Seed of the parameters, the data order, dropout and samples."""
-    wandb: bool = setting(False, first=True)
+    wandb: bool = flag(False, on_resume="free", common=True)
     """Log to Weights & Biases too, into WANDB_PROJECT of WANDB_ENTITY; WANDB_MODE=offline works."""
-    tensorboard: bool = setting(False)
+    tensorboard: bool = flag(False, on_resume="free")
     """Write events for TensorBoard too (bash setup_tpu.sh tensorboard)."""
-    profile: str = setting("")
+    profile: str = flag("", on_resume="free")
     """Steps FIRST:LAST that jax's profiler traces into plugins/profile of the run, for tools/trace.py and pprof."""
-    compilation_cache: str = setting("~/.cache/moe-pretraining-xla", per_process=True)
+    compilation_cache: str = flag(
+        "~/.cache/moe-pretraining-xla", on_resume="free", per_process=True
+    )
     """Folder or gs:// address of XLA's persistent compilation cache; empty: none."""
-    coordinator: str = setting("", per_process=True)
+    coordinator: str = flag("", on_resume="free", per_process=True)
     """HOST:PORT of process 0 of several that train together. Empty: found on TPU pods, Slurm and Kubernetes."""
-    num_processes: int = setting(0, most=MANY)
+    num_processes: int = flag(0, on_resume="free", most=MANY)
     """Processes that meet at coordinator, each with an equal part of the devices. 1: this one trains alone."""
-    process_id: int = setting(0, per_process=True, most=MANY)
+    process_id: int = flag(0, on_resume="free", per_process=True, most=MANY)
     """Which of the num_processes this is, from 0."""
-    peer_timeout: int = setting(100, least=1, per_process=True, most=DAYS)
+    peer_timeout: int = flag(100, on_resume="free", per_process=True, least=1, most=DAYS)
     """Seconds of silence after which a process is taken for lost; at the start all must meet in three times these."""
-    stuck_limit: int = setting(1800, least=1, most=DAYS)
+    stuck_limit: int = flag(1800, on_resume="free", least=1, most=DAYS)
     """Seconds that a step, evaluation, checkpoint or sampling may take before its process ends, with status 75."""
 
     @property
@@ -284,16 +304,16 @@ class Run:
 class Sample:
     """The samples drawn at every checkpoint."""
 
-    prompt: str = setting("The")
+    prompt: str = flag("The", on_resume="free")
     """Text that samples continue; if not given, the first words of the validation text, or the preset's on its own
     data."""
-    inference_batch: int = setting(4, least=1, most=MANY)
+    inference_batch: int = flag(4, on_resume="free", least=1, most=MANY)
     """Samples to draw."""
-    max_tokens: int = setting(64, least=1)
+    max_tokens: int = flag(64, on_resume="free", least=1)
     """Tokens to add to the prompt."""
-    top_k: int = setting(40)
+    top_k: int = flag(40, on_resume="free")
     """Most likely tokens to draw from; 0: all."""
-    temperature: float = setting(0.8)
+    temperature: float = flag(0.8, on_resume="free")
     """Divides the logits before drawing; 0: always the most likely token."""
 
 
@@ -301,7 +321,7 @@ class Sample:
 class Plan:
     """What a step would cost. Nothing is trained and no device is needed."""
 
-    plan: str = flag("", first=True)
+    plan: str = flag("", common=True)
     """Machine whose compiler compiles the step: a slice as Google names it, v4-32 or v5e-8, CHIP:TOPOLOGY such as
     v4:2x4x4 (v2, v3, v4, v5e, v5p, v6e, v7x), SLICES*CHIP:TOPOLOGY, 8xH200 (any GPU of runtime/chips.py), or 2x8xH200
     for two hosts. A step that does not fit its memory ends with status 3."""
@@ -339,14 +359,21 @@ GROUPS = tuple(f.name for f in dataclasses.fields(Config) if f.name != "plan")
 FIELDS = {f.name: f for group in GROUPS for f in dataclasses.fields(getattr(Config(), group))}
 
 
-def flags_with(fact, value=True):
-    """The flags whose field has this fact, such as free_on_resume."""
-    return {name for name, f in FIELDS.items() if f.metadata.get(fact) == value}
+def flags_with(**facts):
+    """The flags whose field has these facts, such as on_resume="free"."""
+    found = set()
+    for name, f in FIELDS.items():
+        its = vars(facts_of(f))
+        if all(its[fact] == value for fact, value in facts.items()):
+            found.add(name)
+    return found
 
 
-KEPT = FIELDS.keys() - flags_with("free_on_resume")  # what a run keeps, whatever resumes it
+KEPT = flags_with(on_resume="kept")
 # {flag: its value where an architecture has no such flag} of the flags that not every architecture has
-ABSENT = {name: f.metadata["absent"] for name, f in FIELDS.items() if "absent" in f.metadata}
+ABSENT = {n: facts_of(f).absent for n, f in FIELDS.items() if facts_of(f).absent is not None}
+# {another name of a flag: the flag}
+ALIASES = {facts_of(f).alias: name for name, f in FIELDS.items() if facts_of(f).alias}
 
 
 def flatten(cfg):
@@ -360,12 +387,12 @@ def leaving(flags):
     for itself stays, being of a machine and not of the training, and of places only the last name leaves."""
     kept = {}
     for name, value in flags.items():
-        facts = FIELDS[name].metadata if name in FIELDS else {}
-        if facts.get("places") is not None and isinstance(value, str):
-            separator = facts["places"]
+        facts = facts_of(FIELDS[name]) if name in FIELDS else Facts()
+        separator = facts.path_separator
+        if separator is not None and isinstance(value, str):
             parts = value.split(separator) if separator else [value]
             kept[name] = separator.join(map(last_name, parts))
-        elif not facts.get("per_process"):
+        elif not facts.per_process:
             kept[name] = value
     return kept
 
@@ -392,18 +419,12 @@ def replace(cfg, **flags):
     return dataclasses.replace(cfg, **groups)
 
 
-def read_flags(kind, argv, program):
-    """Command line of `program` -> an instance of the dataclass `kind`. Raises UserError; `--help` exits."""
-    return kind(**parser.read_words(kind, argv, program)[0])
-
-
 def read_values(flags, where, names=None, advice=""):
     """{flag: value} that the JSON file `where` means. names: {flag: what it is called there}. Raises UserError."""
     read = {}
     for name, value in flags.items():
-        try:
-            read[name] = parser.value_in_file(FIELDS[name], value)
-        except UserError as e:
+        read[name], must = parser.value_in_file(FIELDS[name], value)
+        if must:
             name = (names or {}).get(name, name)
-            raise UserError(f"{where}: {name} is {value!r:.40}, but must be {e}{advice}.") from None
+            raise UserError(f"{where}: {name} is {value!r:.40}, but must be {must}{advice}.")
     return read

@@ -10,7 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import utils
-from config.parser import NEAR, RENAMED, foreign, read_words
+from config import foreign
+from config.parser import NEAR, read_words
 from config.presets import PRESETS, preset
 from config.settle import SPLIT, Flags, check_same, settle, validate, without
 from runtime.files import check_run_path, is_remote, read_json
@@ -42,6 +43,18 @@ NUMBERS += "TPU_WORKER_ID MEGASCALE_NUM_SLICES MEGASCALE_SLICE_ID JOB_COMPLETION
 NUMBERS += "JAX_COORDINATOR_PORT JAX_PARTITION_INDEX JAX_SLICE_INDEX".split()
 
 
+def meant(word):
+    """What a word that belongs to no flag should have been."""
+    if re.search(r"\.(py|ya?ml|toml|json)$", word):
+        return "; a file of flags is --config FILE.json, and a model with its settings is --preset NAME"
+    return (
+        ": each value comes after its flag, as in --preset tiny; switches such as --wandb take none"
+    )
+
+
+HINTS = foreign.hints(meant)
+
+
 def parse(argv, load=load_tokenizer, elsewhere=False):
     """Command line -> `settle.Flags`: which were given, on it or in --config, and what they and the preset say.
 
@@ -62,7 +75,7 @@ def parse(argv, load=load_tokenizer, elsewhere=False):
 
     # JAXformer's; here decoding always has a cache
     argv = [word for word in argv if word != "--use_cache"]
-    given, _ = read_words(Config, argv, "main.py", defaults=defaults)
+    given, _ = read_words(Config, argv, "main.py", defaults=defaults, hints=HINTS)
     sys.argv = [*map(masked, sys.argv)]  # which wandb sends with a run
     if "config" in given and not elsewhere:
         given = flags_of_file(given["config"], given) | given
@@ -111,9 +124,11 @@ def flags_of_file(path, beside):
         flags = without(["n_devices", "pp_interleave"], flags)
     if "train_batch_size" in beside:  # which makes a global batch of its own
         flags = without(["global_batch_size"], flags)
-    flags = {RENAMED.get(name, name): value for name, value in flags.items()}
+    flags = {utils.ALIASES.get(name, name): value for name, value in flags.items()}
     for name in sorted(flags.keys() - utils.FIELDS.keys()):
-        said = foreign(name, utils.FIELDS) or f"is no flag{nearest(name, utils.FIELDS, NEAR)}"
+        said = (
+            foreign.said_of(name, utils.FIELDS) or f"is no flag{nearest(name, utils.FIELDS, NEAR)}"
+        )
         raise UserError(f"--config {path}: {name} {said}.")
     values = utils.read_values(flags, f"--config {path}")
     for name in values.keys() - beside.keys():
@@ -144,7 +159,7 @@ def alike(cfg):
             same[name] = version(name)
     for path in program_files():
         same[str(path.relative_to(ROOT))] = f"{zlib.crc32(path.read_bytes()):08x}"
-    flags = without(utils.flags_with("per_process"), utils.flatten(cfg))
+    flags = without(utils.flags_with(per_process=True), utils.flatten(cfg))
     return same | {f"--{flag}": value for flag, value in flags.items()}
 
 

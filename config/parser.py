@@ -1,4 +1,9 @@
-"""Command lines: dataclasses whose fields are flags. The help of a flag is the text below its field."""
+"""Command lines: words to the fields of a dataclass, each of which is a flag. The help of a flag is the text below its
+field.
+
+Before it comes the schema (utils.py, or the Options of a program), after it what uses the values: for main.py
+config/command_line.py, for the other programs config/program.py.
+"""
 
 import ast
 import contextlib
@@ -10,8 +15,9 @@ import os
 import re
 import sys
 import textwrap
-from dataclasses import field
-from typing import get_args, get_origin
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, get_args, get_origin
 
 from runtime.messages import UserError, nearest
 
@@ -22,57 +28,134 @@ WIDE = 2**20  # channels, sequences of a batch
 VOCABULARY = 2**24  # tokens
 DAYS = 10**7  # seconds
 Mesh = tuple[int, int, int]  # dp pp tp
-# {JAXformer's name of a flag, which is accepted too: the one here}
-RENAMED = {
-    "bucket_name": "data",
-    "micro_batch_size": "microbatches",
-    "checkpoint_steps": "eval_every",
-    "process_path": "cache_dir",
-    "grad_step": "accumulation_steps",
-    "dhR": "rope_dim",
-    "k": "experts_per_token",
-    "alpha": "balance_weight",
-}
 FLAG = re.compile(r"--?[A-Za-z]")  # how a flag begins; texts may begin with other hyphens
-TRUTHS = set("true false yes no on off 0 1".split())  # what other programs take after a switch
-# How alike a typing error and its flag are, at least: less is another flag, which nobody asked for.
+TRUTHS = set("true false yes no on off 0 1".split())  # what other programs expect after a switch
+# How alike a typing error and its flag are, at least: what is less alike is another flag, which nobody asked for.
 NEAR = 0.85
-# lines of flags as nanoGPT, nanochat, Hugging Face, torchtitan, MaxText and lm_eval call them, each with what is said
-FOREIGN = os.path.join(os.path.dirname(__file__), "foreign_flags.txt")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a flag beside its name, type, default and help."""
+
+    on_resume: Literal["kept", "batch", "told", "free"] | None = None
+    """Whether a run may resume with another value. kept: it may not, since the parameters' shapes, the tokens seen or
+    the mathematics of a step depend on it. batch: it may, as long as a step and a validation batch have as many
+    sequences as before. told: it may, and the change is printed. free: it may. None: the flag is none of a run."""
+    free_with_weights: bool = False
+    """Whether a new run may use the weights in --init_from with another value, although a run keeps it."""
+    absent: object = None
+    """The value in architectures that do not have the flag; None: every architecture has it."""
+    per_process: bool = False
+    """Whether each of the processes that train together may have its own value."""
+    path_separator: str | None = None
+    """What separates the paths or addresses in the value; "": it is one; None: there are none, or the value names what
+    the run writes."""
+    alias: str = ""
+    """Another name that is accepted: JAXformer's."""
+    common: bool = False
+    """Whether plain --help lists the flag, and not only --help all."""
+    derived: bool = False
+    """Whether no command line has it: it follows from the other flags and the data."""
+    is_argument: bool = False
+    """Whether the value is given without the name, before all flags."""
+    nonempty: bool = False
+    """Whether an empty text is refused: it would mean the current directory, or nothing."""
+    expands_home: bool = False
+    """Whether ~ at the front of the value is the home folder."""
+    least: float = 0
+    """The smallest number that makes sense."""
+    most: float | None = None
+    """The largest; None: that of its type in MOST."""
+    below: float = math.inf
+    """A number that the value must stay below."""
 
 
 def flag(default, **facts):
-    """A field of the configuration: a flag with its default and what is known of it. Its help is the text below it.
-
-    least, most, below: the smallest number that makes sense, by default 0, the largest, by default that of its type,
-        and the one that it must stay below.
-    of_weights: False where weights in --init_from may be used with another value, as with one that is free on resume.
-    free_on_resume: True where a run may resume with another value: where neither the parameters' shapes nor the tokens
-        seen nor the mathematics of a step depend on it. Batch sizes may differ as long as the global batch stays (see
-        `settle.resume`).
-    per_process: True where processes that train together may have each its own value.
-    needed: True where an empty text would mean the current directory, or nothing.
-    places: what is between the parts of a value each of which may be a path or an address; "" where it is one.
-    first: True where people need it in their first week: --help shows these.
-    derived: True where no command line has it: it follows from the others and the data.
-    path: True where ~ at its front is the home folder.
-    """
-    return field(default=default, metadata=facts)
+    """A field that is a flag, with its default and its `Facts`. MISSING as default: the flag must be given."""
+    return field(default=default, metadata={"facts": Facts(**facts)})
 
 
-def setting(default, **facts):
-    """A `flag` that is free on resume."""
-    return flag(default, free_on_resume=True, **facts)
+def argument():
+    """A field whose value is given without its name, and must be given."""
+    return flag(dataclasses.MISSING, is_argument=True, nonempty=True)
 
 
-def place():
-    """A flag whose value is given without its name, and must be given."""
-    return flag(dataclasses.MISSING, positional=True, needed=True)
+def facts_of(f):
+    """The `Facts` of a field, which may have been declared without `flag`."""
+    return f.metadata.get("facts", Facts())
 
 
-def choice(default, **facts):
-    """A `flag` that some architectures have not. absent: its value there, if it is not the default."""
-    return flag(default, **dict(absent=default) | facts)
+@dataclass(frozen=True)
+class Values:
+    """What a flag takes: `count` values of the type `kind`, which may be a Literal. count None: any number of them."""
+
+    kind: type
+    count: int | None = 1
+
+    @property
+    def choices(self):
+        """The words that a Literal allows; () of any other type."""
+        return get_args(self.kind)
+
+    @property
+    def is_switch(self):
+        """Whether the flag takes no word: it is --NAME or --no_NAME."""
+        return self.kind is bool
+
+    @property
+    def is_list(self):
+        """Whether the flag takes any number of words."""
+        return self.count is None
+
+    @property
+    def is_mesh(self):
+        """Whether it is a `Mesh`, the only type of three values."""
+        return self.count == 3
+
+    @property
+    def is_tuple(self):
+        """Whether the value is a tuple, even of a single word."""
+        return self.is_list or self.is_mesh
+
+    def __str__(self):
+        """What a flag takes, in words."""
+        if self.choices:
+            return f"one of {', '.join(self.choices)}"
+        if self.is_mesh:
+            return "three whole numbers, as in 8 1 1"
+        words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+        return words[self.kind]
+
+    def placeholder(self):
+        """What stands for the values in the help."""
+        if self.is_switch:
+            return ""
+        if self.is_mesh:
+            return "DP PP TP"
+        word = "|".join(self.choices) or {int: "N", float: "X"}.get(self.kind, "TEXT")
+        return f"{word} ..." if self.is_list else word
+
+
+def values_of(f):
+    """The `Values` of a field, by its type: X, X | None, tuple[X, ...] or Mesh."""
+    kind = f.type
+    inside = get_args(kind)
+    if type(None) in inside:
+        kind, inside = inside[0], get_args(inside[0])
+    if get_origin(kind) is tuple:
+        return Values(inside[0], None if Ellipsis in inside else len(inside))
+    return Values(kind)
+
+
+@dataclass(frozen=True)
+class Hints:
+    """What a program answers to words that it does not take: parts of a sentence, "" where it has nothing to say."""
+
+    of_flag: Callable = lambda name, known: ""
+    """(name of an unknown flag, {flag: field} of the program) -> what that flag is here."""
+    of_word: Callable = lambda word: ""
+    """(a word that belongs to no flag) -> what it should have been."""
 
 
 def fields_of(kind):
@@ -81,198 +164,166 @@ def fields_of(kind):
     for f in dataclasses.fields(kind):
         if dataclasses.is_dataclass(f.type):
             found |= fields_of(f.type)
-        elif not f.metadata.get("derived"):
+        elif not facts_of(f).derived:
             found[f.name] = f
     return found
 
 
-def type_of(f):
-    """(type of a value of a field, how many it has: 0 of a switch, --NAME or --no_NAME, 1, 3, or -1 for any number)."""
-    kind = f.type
-    inside = get_args(f.type)
-    if type(None) in inside:
-        kind, inside = inside[0], get_args(inside[0])
-    if get_origin(kind) is tuple:
-        return inside[0], -1 if Ellipsis in inside else len(inside)
-    return kind, 0 if kind is bool else 1
-
-
-def wanted(f):
-    """In words: what a field takes."""
-    one, n = type_of(f)
-    if choices := get_args(one):
-        return f"one of {', '.join(choices)}"
-    if n == 3:
-        return "three whole numbers, as in 8 1 1"
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[one]
-
-
-def is_place(f):
-    return f.metadata.get("positional", False)
-
-
 def shown(f):
     """A field as a message names it."""
-    return f.name if is_place(f) else f"--{f.name}"
+    return f.name if facts_of(f).is_argument else f"--{f.name}"
 
 
 def value_of(f, words):
     """The value of a field that words mean. Raises UserError where they mean none."""
-    one, n = type_of(f)
-    choices = get_args(one)
+    takes = values_of(f)
     values = []
     for word in words:
-        value = os.path.expanduser(word) if f.metadata.get("path") else word
-        if not choices:
+        value = os.path.expanduser(word) if facts_of(f).expands_home else word
+        if not takes.choices:
             with contextlib.suppress(ValueError):
-                value = one(value)
+                value = takes.kind(value)
         if must := unmet(f, value):
-            near = nearest(word, choices)
+            near = nearest(word, takes.choices)
             raise UserError(
                 f"{shown(f)} {word or repr(word):.40}: must be {must}{near}; see --help."
             )
         values.append(value)
-    return values[0] if n in (0, 1) else tuple(values)
+    return tuple(values) if takes.is_tuple else values[0]
 
 
 def value_in_file(f, value):
-    """The value of a field that `value` in a JSON file means. Raises UserError with what it must be."""
-    one, n = type_of(f)
+    """(the value of a field that `value` in a JSON file means, "") or (None, what it must be, in words)."""
+    takes = values_of(f)
     values = value if isinstance(value, list) else [value]
-    if one is float:
+    if takes.kind is float:
         values = [float(v) if type(v) is int else v for v in values]
-    if len(values) != max(1, n):
-        raise UserError(wanted(f))
+    if len(values) != (takes.count or 1):
+        return None, str(takes)
     for v in values:
         if must := unmet(f, v):
-            raise UserError(must)
-    if f.metadata.get("path"):
+            return None, must
+    if facts_of(f).expands_home:
         values = [os.path.expanduser(v) for v in values]
-    return tuple(values) if n > 1 else values[0]
+    return (tuple(values) if takes.is_mesh else values[0]), ""
 
 
 def unmet(f, value):
     """In words: what a value of a field must be and is not; "" where nothing is wrong with it."""
-    one, _ = type_of(f)
-    choices = get_args(one)
-    is_right = value in choices if choices else type(value) is one
-    if not is_right or value != value:  # it is NaN
-        return wanted(f)
-    if value == "" and f.metadata.get("needed"):
+    takes = values_of(f)
+    facts = facts_of(f)
+    is_right = value in takes.choices if takes.choices else type(value) is takes.kind
+    is_nan = value != value
+    if not is_right or is_nan:
+        return str(takes)
+    if value == "" and facts.nonempty:
         return "a text that is not empty"
-    if one not in MOST:
+    if takes.kind not in MOST:
         return ""
-    least = f.metadata.get("least", 0)
-    most = f.metadata.get("most", MOST[one])
-    below = f.metadata.get("below", math.inf)
-    if value < least:
-        return f"at least {least}"
+    most = MOST[takes.kind] if facts.most is None else facts.most
+    if value < facts.least:
+        return f"at least {facts.least}"
     if value > most:
         return f"at most {most}"
-    return "" if value < below else f"below {below}"
+    return "" if value < facts.below else f"below {facts.below}"
 
 
-def read_words(kind, argv, program, others=None, defaults=None):
+def read_words(kind, argv, program, others=None, defaults=None, hints=Hints()):
     """({flag: value}, the words of flags that `others` alone has) of a command line whose flags are fields of the
     dataclass `kind`. Raises UserError for what does not parse, and where a flag without a default is missing.
-    `--help` prints the help and exits; defaults(given) -> {flag: value} that it shows of flags that were not given."""
+
+    `--help` prints the help of `program` and exits; defaults(given) -> {flag: value} that it shows of flags that were
+    not given. hints: what the program says of words that it does not take.
+    """
     own = fields_of(kind)
+    if {"-h", "--help"} & {*argv}:
+        words = [word for word in argv if word not in ("-h", "--help", "all")]
+        given, _ = split_words(own, others, words, hints)
+        values = defaults(given) if defaults else {}
+        print(help_of(kind, program, values, whole="all" in argv), flush=True)
+        sys.exit()
+    given, rest = split_words(own, others, argv, hints)
+    for name, f in own.items():
+        if name not in given and f.default is dataclasses.MISSING:
+            raise missing(f)
+    return given, rest
+
+
+def split_words(own, others, argv, hints):
+    """`read_words` without its help: ({flag: value}, words of `others`). own: {flag: field}."""
     known = (fields_of(others) if others else {}) | own
-    places = list(filter(is_place, own.values()))
+    arguments = [f for f in own.values() if facts_of(f).is_argument]
     words = list(argv)
     given = {}
     rest = []
-    help_asked = {"-h", "--help"} & {*argv}
-    if help_asked:
-        words = [word for word in argv if word not in ("-h", "--help", "all")]
     while words:
         before = [*words]
         word = words.pop(0)
         if FLAG.match(word):
-            f, values = read_flag(word, words, known)
-        elif places:
-            f = places[0]
+            f, values = read_flag(word, words, known, hints)
+        elif arguments:
+            f = arguments[0]
             values = [word]
-            if type_of(f)[1] == 1:
-                del places[0]
+            if not values_of(f).is_list:
+                del arguments[0]
         else:
-            raise stray(word, known)
+            raise stray(word, known, hints)
         value = value_of(f, values)
         if f.name not in own:
             rest += before[: len(before) - len(words)]
-        elif type_of(f)[1] < 0:
+        elif values_of(f).is_list:  # given twice, it has the values of both
             given[f.name] = given.get(f.name, ()) + value
         else:
             given[f.name] = value
-    if help_asked:
-        values = defaults(given) if defaults else {}
-        print(help_of(kind, program, values, whole="all" in argv), flush=True)
-        sys.exit()
-    for name, f in own.items():
-        if name not in given and f.default is dataclasses.MISSING:
-            where = ", the word that comes before all flags" if is_place(f) else ""
-            where += f", {wanted(f)}" if where and get_args(type_of(f)[0]) else ""
-            raise UserError(f"{shown(f)}: is missing{where}; see --help.")
     return given, rest
 
 
-def read_flag(word, words, known):
-    """(field, words of its value) of a flag, `word`; these are taken off the `words` after it. known: {flag: field}."""
+def missing(f):
+    """The UserError for a field without a default that was not given."""
+    where = ""
+    if facts_of(f).is_argument:
+        where = ", the word that comes before all flags"
+        if values_of(f).choices:
+            where += f", {values_of(f)}"
+    return UserError(f"{shown(f)}: is missing{where}; see --help.")
+
+
+def read_flag(word, words, known, hints):
+    """(field, words of its value) of a flag, `word`; these are removed from the `words` after it. known: {flag:
+    field}."""
     flag, equals, value = word.partition("=")
     name = flag.lstrip("-").replace("-", "_")
-    name = RENAMED.get(name, name)
-    by_name = known | {f"no_{n}": f for n, f in known.items() if type_of(f)[1] == 0}
+    aliases = {facts_of(f).alias: n for n, f in known.items() if facts_of(f).alias}
+    name = aliases.get(name, name)
+    by_name = known | {f"no_{n}": f for n, f in known.items() if values_of(f).is_switch}
     f = by_name.get(name)
-    if f is None and (said := foreign(name, known)):
+    if f is None and (said := hints.of_flag(name, known)):
         raise UserError(f"{flag}: {said}; see --help.")
     if not flag.startswith("--") or f is None:
         near = nearest(flag, [f"--{n}" for n in by_name], NEAR)
         raise UserError(f"{flag}: there is no such flag{near}; see --help.")
-    _, n = type_of(f)
-    if n == 0 and (equals or (words and words[0].lower() in TRUTHS)):
-        given = word if equals else f"{word} {words[0]}"
-        raise UserError(f"{given:.40}: takes no value; give --{f.name} or --no_{f.name} alone.")
-    if n == 0:
+    takes = values_of(f)
+    if takes.is_switch:
+        if equals or (words and words[0].lower() in TRUTHS):
+            given = word if equals else f"{word} {words[0]}"
+            raise UserError(f"{given:.40}: takes no value; give --{f.name} or --no_{f.name} alone.")
         return f, [name == f.name]
     if equals:
         return f, [value]
     follow = itertools.takewhile(lambda word: not re.match(r"--[A-Za-z][\w-]*(=|$)", word), words)
-    values = list(itertools.islice(follow, n if n > 0 else None))
-    if len(values) < max(1, n):
-        raise UserError(f"--{f.name}: must be followed by {wanted(f)}; see --help.")
+    values = list(itertools.islice(follow, takes.count))
+    if len(values) < (takes.count or 1):
+        raise UserError(f"--{f.name}: must be followed by {takes}; see --help.")
     del words[: len(values)]
     return f, values
 
 
-def foreign(name, known):
-    """In words: what a flag of another program is here, in a program with the flags `known`, or ""."""
-    name = name.split(".")[-1]  # torchtitan's have their group before them
-    with open(FOREIGN) as f:
-        lines = f.read().splitlines()
-    said = ""
-    for names, words in zip(lines[::2], lines[1::2]):
-        named = re.findall(r"--(?:no_)?(\w+)|\b(MODEL)\b", words)
-        if {name, name.removeprefix("no_")} & {*names.split()}:
-            said = "belongs to another program here"
-            if known.keys() >= {flag or place.lower() for flag, place in named}:
-                return words.strip()
-    return said
-
-
-def stray(word, known):
-    """The UserError for a word that no flag takes: what it should have been, where that can be told."""
-    said = "belongs to no flag"
-    if re.match(r"[A-Za-z][\w.]*=", word):  # as MaxText has them
-        f, (value,) = read_flag(f"--{word}", [], known)
+def stray(word, known, hints):
+    """The UserError for a word that no flag takes."""
+    said = f"belongs to no flag{hints.of_word(word)}"
+    if re.match(r"[A-Za-z][\w.]*=", word):
+        f, (value,) = read_flag(f"--{word}", [], known, hints)
         said = f"begins with no hyphens; give --{f.name} {value}"
-    elif re.search(r"\.(py|ya?ml|toml|json)$", word) and "preset" in known:
-        said += "; a file of flags is --config FILE.json, and a model with its settings is --preset NAME"
-    elif "source" in known and os.path.exists(word):
-        said += f"; give --source {word}"
-    elif "preset" in known:
-        said += ": each value comes after its flag, as in --preset tiny; switches such as --wandb take none"
-    elif "prompt" in known:
-        said += "; give --prompt with the text"
     return UserError(f"{word!r:.40}: {said}; see --help.")
 
 
@@ -288,19 +339,19 @@ def texts_below(kind):
 
 
 def help_of(kind, program, defaults, whole):
-    """What --help prints of the dataclass `kind`: the flags of a first week, or all of them if `whole`."""
+    """What --help prints of the dataclass `kind`: the common flags, or all of them if `whole`."""
     fields = fields_of(kind)
-    places = [f.name.upper() for f in filter(is_place, fields.values())]
-    usage = " ".join([f"usage: python {program}", *places, "[--flag value ...] [--help]"])
+    arguments = [f.name.upper() for f in fields.values() if facts_of(f).is_argument]
+    usage = " ".join([f"usage: python {program}", *arguments, "[--flag value ...] [--help]"])
     lines = [usage, "", inspect.cleandoc(kind.__doc__), ""]
-    groups = [f.type for f in dataclasses.fields(kind) if dataclasses.is_dataclass(f.type)]
-    brief = not whole and any(f.metadata.get("first") for f in fields.values())
-    for group in groups or [kind]:
-        if groups and not brief:
-            lines += ["", group.__doc__]
-        texts = texts_below(group)
-        for f in fields_of(group).values():
-            if not brief or f.metadata.get("first"):
+    sections = [f.type for f in dataclasses.fields(kind) if dataclasses.is_dataclass(f.type)]
+    brief = not whole and any(facts_of(f).common for f in fields.values())
+    for section in sections or [kind]:
+        if sections and not brief:
+            lines += ["", section.__doc__]
+        texts = texts_below(section)
+        for f in fields_of(section).values():
+            if not brief or facts_of(f).common:
                 lines += lines_of(f, texts[f.name], defaults.get(f.name, f.default))
     if brief:
         lines += ["", f"python {program} --help all lists the other flags too, by group."]
@@ -309,10 +360,8 @@ def help_of(kind, program, defaults, whole):
 
 def lines_of(f, text, default):
     """The lines of a flag in the help: its name and values, what it means, its default."""
-    one, n = type_of(f)
-    values = "|".join(get_args(one)) or {int: "N", float: "X"}.get(one, "TEXT")
-    values = {0: "", 3: "DP PP TP", -1: f"{values} ..."}.get(n, values)
-    head = f"--{f.name}, --no_{f.name}" if n == 0 else f"{shown(f)} {values}"
+    takes = values_of(f)
+    head = f"--{f.name}, --no_{f.name}" if takes.is_switch else f"{shown(f)} {takes.placeholder()}"
     if isinstance(default, tuple):
         default = " ".join(map(str, default))
     if default not in (dataclasses.MISSING, None, ""):

@@ -18,10 +18,9 @@ from utils import Config, flags_with, flatten, replace
 
 PADDING = 1.01  # up to which published models pad their vocabularies
 MOST_PROFILED = 50  # steps; longer traces are too large for the programs that show them
-SCHEDULE = {"warmup_steps", "decay_steps", "end_steps"}  # may change in a run, which is printed
-# Of config.json, beside what must be the same.
-NEEDED_TO_RESUME = {"train_batch_size", "val_batch_size", "accumulation_steps"}
-NEEDED_TO_RESUME |= {"n_device_axis", "data"}
+# Of config.json, beside what a run keeps: these tell its batch, and `data` where it was read.
+NEEDED_TO_RESUME = {"train_batch_size", "val_batch_size", "accumulation_steps", "n_device_axis"}
+NEEDED_TO_RESUME |= {"data"}
 # How a replica's share of the global batch is cut up, which changes no more than rounding.
 SPLIT = {"train_batch_size", "accumulation_steps", "microbatches", "microbatch_size"}
 # Of little text: the sequences that training and validation have at least, before they get shorter than the preset's,
@@ -157,7 +156,7 @@ def adopt(flags, weights):
 
 def free_of_weights(architecture):
     """Flags of the model that may differ between weights and what uses them."""
-    free = flags_with("of_weights", False) | flags_with("free_on_resume")
+    free = flags_with(free_with_weights=True) | (utils.FIELDS.keys() - utils.KEPT)
     return free - {"T"} if architectures.architecture(architecture).learns_positions else free
 
 
@@ -582,7 +581,7 @@ def compare(cfg, others, flags, whose, advice="leave the flag out"):
 
 def to_resume(cfg, fingerprint):
     """What `resume` reads of config.json, which every checkpoint keeps."""
-    wanted = utils.KEPT | NEEDED_TO_RESUME | SCHEDULE
+    wanted = utils.KEPT | NEEDED_TO_RESUME | flags_with(on_resume="told")
     flags = flatten(cfg)
     kept = {flag: flags[flag] for flag in flags.keys() & wanted}
     return kept | dict(data_fingerprint=fingerprint)
@@ -759,7 +758,7 @@ def check_limits(m, o):
 def tell_schedule(cfg, stored):
     """Print where the run that `stored` describes had another schedule, or it does not end with the run."""
     o, last = cfg.optimizer, cfg.run.training_steps
-    if changed := changes(stored, vars(o), sorted(SCHEDULE)):
+    if changed := changes(stored, vars(o), sorted(flags_with(on_resume="told"))):
         say(f"the schedule changes from here on: {changed}")
     what = f"stays at --end_lr {o.end_lr:g} from --end_steps {o.end_steps} on"
     if last < o.end_steps:

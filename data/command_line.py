@@ -1,5 +1,6 @@
 """The flags that the data programs share, and how such a program begins and ends."""
 
+import os
 from dataclasses import MISSING, dataclass
 
 from config.parser import flag
@@ -13,7 +14,7 @@ VAL_FRACTION = 0.1  # of tokenize_shards.py; train_tokenizer.py learns from none
 class Source:
     """Flags that name a source of text."""
 
-    source: str = flag(MISSING, path=True, needed=True)
+    source: str = flag(MISSING, nonempty=True, expands_home=True)
     """A text file, a folder of them, read recursively, or a quoted glob, each file being a document; a file, a folder
     or a quoted glob of lines of JSON (.jsonl, .ndjson, .json), .json, .csv, .tsv or .parquet, local or remote, each
     record being a document; all but .parquet also as .gz, .bz2, .xz or .zst; a dataset of the Hugging Face hub,
@@ -26,6 +27,11 @@ class Source:
     """Column of a record that holds the text."""
     skip_damaged: bool = False
     """Leave out, report and count files and records that cannot be read."""
+
+
+def meant(word):
+    """What a word that belongs to no flag should have been: the text."""
+    return f"; give --source {word}" if os.path.exists(word) else ""
 
 
 def run(main, what_is_left):

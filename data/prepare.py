@@ -18,14 +18,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from config.parser import flag, place
+from config.parser import argument, flag
+from config.program import read_flags
 from data import tokenize_shards
 from data.command_line import run
 from data.encoding import encode_text
 from runtime.files import is_remote, read_file, write_file
 from runtime.messages import say, size
 from shards.tokenization import load_tokenizer
-from utils import read_flags
 
 ROOT = Path(__file__).parents[1]
 # {name: where it is, its licence, and what is known of it, rounded: tokens are GPT-2's}
@@ -36,13 +36,13 @@ CORPORA = json.loads((ROOT / "data/corpora.json").read_text())
 class Options:
     """Prepare a corpus that people train on: shards for training and validation."""
 
-    name: Literal[tuple(CORPORA)] = place()
+    name: Literal[tuple(CORPORA)] = argument()
     """Which corpus: data/corpora.json says where it is. dclm is a hundredth of DCLM-baseline."""
-    output: str = flag("", path=True)
+    output: str = flag("", expands_home=True)
     """Folder, gs:// or s3:// address to write train/ and val/ into; empty: data/shards/NAME."""
-    tokenizer: str = flag("gpt2", path=True)
+    tokenizer: str = flag("gpt2", expands_home=True)
     """As in data/tokenize_shards.py."""
-    source: str = flag("", path=True)
+    source: str = flag("", expands_home=True)
     """Its files, if they were downloaded already: a file, a folder or a quoted glob."""
     workers: int = flag(os.cpu_count(), least=1)
     """Processes that tokenize."""

@@ -21,7 +21,8 @@ from pathlib import Path
 import numpy as np
 
 from config.parser import flag
-from data.command_line import VAL_FRACTION, Source, no_text, run
+from config.program import read_flags
+from data.command_line import VAL_FRACTION, Source, meant, no_text, run
 from data.encoding import encode_document
 from data.output import Output
 from data.sources.base import many, warn
@@ -34,7 +35,6 @@ from runtime.messages import UserError, masked, say
 from runtime.pulse import Pulse
 from shards.manifest import MOST_LOST, is_lossy
 from shards.tokenization import TOKENIZER_FILES, content_sha256, load_tokenizer
-from utils import read_flags
 
 EARLY = 100_000  # characters of a sample that show, before the end, that a tokenizer loses text
 
@@ -43,9 +43,9 @@ EARLY = 100_000  # characters of a sample that show, before the end, that a toke
 class Options(Source):
     """Tokenize a source of text into shards of token ids, for training and for validation."""
 
-    output: str = flag(MISSING, path=True, needed=True)
+    output: str = flag(MISSING, nonempty=True, expands_home=True)
     """Folder, gs:// or s3:// address to write train/ and val/ into."""
-    tokenizer: str = flag(MISSING, path=True, needed=True)
+    tokenizer: str = flag(MISSING, nonempty=True, expands_home=True)
     """tiktoken's name of an encoding (gpt2, cl100k_base, ...), a .tiktoken file of ranks or a Hugging Face
     tokenizer.json; files are copied to OUTPUT."""
     lossy: bool = False
@@ -65,7 +65,7 @@ class Options(Source):
 
 
 def main():
-    args = read_flags(Options, sys.argv[1:], "data/tokenize_shards.py")
+    args = read_flags(Options, sys.argv[1:], "data/tokenize_shards.py", meant)
     local = args.source != "stdlib" and not is_remote(args.source) and not is_remote(args.output)
     source = Path(args.source).resolve()
     output = Path(args.output).resolve()

@@ -16,7 +16,8 @@ from tokenizers import Regex, Tokenizer, models, trainers
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
 from config.parser import flag
-from data.command_line import VAL_FRACTION, Source, no_text, run
+from config.program import read_flags
+from data.command_line import VAL_FRACTION, Source, meant, no_text, run
 from data.sources.base import many
 from data.sources.kinds import open_source
 from data.splits import choose_validation, divide, text_of
@@ -24,7 +25,6 @@ from runtime.files import check_place, read_file, write_file
 from runtime.messages import UserError, say
 from runtime.pulse import Pulse
 from shards.tokenization import PATTERN, byte_letters, dump_ranks
-from utils import read_flags
 
 SAMPLE_BYTES = 20_000_000  # seconds of training; more text hardly changes some thousand merges
 LARGEST = 8192  # tokens of a vocabulary that is not asked for
@@ -83,12 +83,12 @@ class Options(Source):
 
     vocab_size: int | None = flag(None, least=257)
     """Most tokens, with all 256 bytes and the end of text. None: 8192, or fewer for less than 2 MB of text."""
-    output: str = flag(MISSING, path=True, needed=True)
+    output: str = flag(MISSING, nonempty=True, expands_home=True)
     """File of ranks to write; its name must end in .tiktoken."""
 
 
 def main():
-    make(read_flags(Options, sys.argv[1:], "data/train_tokenizer.py"))
+    make(read_flags(Options, sys.argv[1:], "data/train_tokenizer.py", meant))
 
 
 def make(args, source=None):

@@ -21,7 +21,8 @@ from conftest import ARCHITECTURES, BYTE_RANKS, ROOT, SMALL, flags_of, refusal, 
 
 import architectures
 import utils
-from config import command_line, parser, presets, settle
+from config import command_line, foreign, parser, presets, settle
+from config.program import read_flags
 from data import tokenize_shards, train_tokenizer
 from data.sources import kinds
 from runtime import files, messages, platforms, processes
@@ -36,14 +37,14 @@ FIELDS = {name: f for name, f in FLAGS.items() if not hasattr(utils.Plan, name)}
 
 def another(name, value):
     """A value for the flag that differs from `value`."""
-    kind, facts = FIELDS[name].type, FIELDS[name].metadata
+    kind, facts = FIELDS[name].type, parser.facts_of(FIELDS[name])
     if typing.get_origin(kind) is typing.Literal:
         return next(v for v in typing.get_args(kind) if v != value)
     named = dict(preset="tiny", architecture="gpt2", attention="xla", n_device_axis=(5, 6, 7))
     if name in named:
         return named[name]
     if kind is float:
-        return value + (0.25 if value + 0.25 < facts.get("below", 9e9) else -0.25)
+        return value + (0.25 if value + 0.25 < facts.below else -0.25)
     return {bool: lambda: not value, int: lambda: value + 1, str: lambda: value + "x y'$"}[kind]()
 
 
@@ -90,7 +91,12 @@ def test_every_field_is_used():
         assert names - found <= {"preset", "config", "revision"}, group
 
 
-@pytest.mark.parametrize("old, clear", parser.RENAMED.items())
+def test_every_flag_of_a_run_says_whether_it_may_change_on_resume():
+    for name, f in utils.FIELDS.items():
+        assert parser.facts_of(f).on_resume in ("kept", "batch", "told", "free"), name
+
+
+@pytest.mark.parametrize("old, clear", utils.ALIASES.items())
 def test_jaxformers_name_of_a_flag_is_accepted(old, clear):
     value = another(clear, utils.flatten(presets.preset("tiny"))[clear])
     wanted = command_line.parse(["--preset", "tiny", f"--{clear}", str(value)])
@@ -319,11 +325,11 @@ ALIKE |= dict(out_dir="output_dir", gpus="n_devices")
 
 def test_flags_of_other_programs_are_answered_with_those_here():
     """Each in some program, by flags that it has, and none that a program here has is answered."""
-    lines = Path(parser.FOREIGN).read_text().splitlines()
+    lines = Path(foreign.FOREIGN).read_text().splitlines()
     programs = [*map(parser.fields_of, PROGRAMS)]
     for names, words in zip(lines[::2], lines[1::2], strict=True):
         for name in names.split():
-            said = {parser.foreign(name, known) for known in programs if name not in known}
+            said = {foreign.said_of(name, known) for known in programs if name not in known}
             assert words.strip() in said, (name, words)
     for name, here in ALIKE.items():
         for word in (f"--{name}", f"--{name.replace('_', '-')}=1"):
@@ -386,21 +392,28 @@ def test_a_number_beyond_its_bounds_is_refused_at_once(program):
     def read(words):
         if program is utils.Config:
             return command_line.parse(words)
-        return utils.read_flags(program, words, "program")
+        return read_flags(program, words, "program")
 
     for f in parser.fields_of(program).values():
-        kind, n = parser.type_of(f)
+        takes = parser.values_of(f)
+        facts = parser.facts_of(f)
+        kind = takes.kind
         if kind not in (int, float):
             continue
-        most = f.metadata.get("most", parser.MOST[kind])
+        most = parser.MOST[kind] if facts.most is None else facts.most
         beyond = [-(10**40), most + 1, 2**63, 10**40]
         if kind is float:
             beyond = [2 * most, float("nan"), float("inf"), float("-inf")]
         for value in beyond:
-            words = [*PROGRAMS[program].split(), f"--{f.name}", str(value), *["1"] * (n - 1)]
+            words = [
+                *PROGRAMS[program].split(),
+                f"--{f.name}",
+                str(value),
+                *["1"] * ((takes.count or 1) - 1),
+            ]
             with pytest.raises(messages.UserError, match=rf"--{f.name} .*: must be (a|at|below)\b"):
                 read(words)
-        if "below" not in f.metadata:
+        if facts.below == math.inf:
             assert not parser.unmet(f, most)
 
 
@@ -415,12 +428,12 @@ READ_A_FOLDER = [
 @pytest.mark.parametrize("program", READ_A_FOLDER)
 def test_no_folder_is_an_empty_text(program):
     """Which would be the current directory, or the root of all."""
-    needed = [f for f in parser.fields_of(program).values() if f.metadata.get("needed")]
+    needed = [f for f in parser.fields_of(program).values() if parser.facts_of(f).nonempty]
     assert needed
     for f in needed:
         before = ["export"] if program is hf.Options else []
-        words = [*before, ""] if parser.is_place(f) else [f"--{f.name}", ""]
-        said = refusal(lambda: utils.read_flags(program, words, "program"), "that is not empty")
+        words = [*before, ""] if parser.facts_of(f).is_argument else [f"--{f.name}", ""]
+        said = refusal(lambda: read_flags(program, words, "program"), "that is not empty")
         assert said.startswith(f"{parser.shown(f)} '': ") or program is hf.Options
 
 

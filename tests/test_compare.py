@@ -9,6 +9,7 @@ from conftest import SMALL, refusal, small_config
 
 import model
 import utils
+from config.program import read_flags
 from runtime import files
 from tools import compare
 
@@ -53,7 +54,7 @@ def rows_of(said):
 
 
 def compared(*words):
-    compare.main(utils.read_flags(compare.Options, [str(word) for word in words], "compare.py"))
+    compare.main(read_flags(compare.Options, [str(word) for word in words], "compare.py"))
 
 
 def test_every_run_is_printed_and_drawn(tmp_path, capsys):

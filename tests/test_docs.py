@@ -120,7 +120,7 @@ def every_flag():
     """Of all programs and scripts, of pytest and pip none. Old names of main.py are flags too."""
     with ThreadPoolExecutor(2) as both:
         known = set().union(*both.map(help_of, [*PROGRAMS, *SCRIPTS]))
-    return known | as_flags(parser.RENAMED)
+    return known | as_flags(utils.ALIASES)
 
 
 @every_page

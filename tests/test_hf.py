@@ -34,6 +34,7 @@ from test_tools import make_run
 import architectures
 import utils
 from config import command_line, parser, settle
+from config.program import read_flags
 from hf import gpt2, pretrained, registry
 from inference import sampling, weights
 from runtime import files
@@ -238,7 +239,7 @@ def test_text_ends_at_every_eos_token_id(tmp_path):
     def drawn(folder):
         words = [str(folder), "--temperature", "0", "--max_tokens", "24", "--prompt", "ab", "x"]
         words += ["--n_devices", "1", "--model_dtype", "float32"]
-        rows = sample.main(utils.read_flags(common.Sample, words, "sample.py"))
+        rows = sample.main(read_flags(common.Sample, words, "sample.py"))
         return [(row.tokens, row.stopped) for row in rows]
 
     def cut(ends):
@@ -507,7 +508,7 @@ def test_other_mistakes_give_one_sentence(deepseek, tmp_path):
         ("import", folder, bad, "x: cannot be written"),
     ]:
         words = list(map(str, words))
-        refusal(lambda: hf.main(utils.read_flags(hf.Options, words, "hf.py")), said)
+        refusal(lambda: hf.main(read_flags(hf.Options, words, "hf.py")), said)
 
 
 def test_an_architecture_may_have_no_such_format(monkeypatch):
@@ -572,7 +573,7 @@ def test_a_run_is_pushed_to_the_hub_with_its_numbers(train, text_shards, tmp_pat
         return SimpleNamespace(commit_url=f"https://hub/{repo_id}")
 
     def push():
-        hf.main(utils.read_flags(hf.Options, ["push", str(run), "user/name"], "hf.py"))
+        hf.main(read_flags(hf.Options, ["push", str(run), "user/name"], "hf.py"))
 
     hub = mock.create_autospec(huggingface_hub.HfApi, instance=True)
     hub.create_repo.side_effect = [PermissionError("Invalid username or password."), None]
@@ -616,7 +617,7 @@ def test_nothing_of_the_machine_leaves_with_a_model(tmp_path):
     (run / "tokenizer_config.json").write_text(json.dumps(about))
     config = json.loads((run / "config.json").read_text()) | {"encoding": "tokenizer.json"}
     for name, f in utils.FIELDS.items():
-        one, _ = parser.type_of(f)
+        one = parser.values_of(f).kind
         if one is str and name not in TEXTS:
             config[name] = LOCAL.get(name, f"/home/alice/{name}/last")
     (run / "config.json").write_text(json.dumps(config))

@@ -26,6 +26,7 @@ from test_resume import TINY, assert_bitwise, checkpoint_of, metrics_of
 import main
 import utils
 from config import presets, settle
+from config.program import read_flags
 from data import output
 from inference import weights
 from runtime import files, messages, outbox, processes
@@ -308,7 +309,7 @@ def used(run, shards, exported, capsys, cache):
     """What every tool says of the run at an address, and of the shards at another."""
     words = [run, "--prompt=import ", "--max_tokens=4", "--n_devices=1"]
     words.append(f"--compilation_cache={cache}")
-    (row,) = sample.main(utils.read_flags(common.Sample, words, "tools/sample.py"))
+    (row,) = sample.main(read_flags(common.Sample, words, "tools/sample.py"))
     hf.main(hf.Options("export", run, exported))
     Path("some.txt").write_text("import os\n" * 20)
     data = ("some.txt", shards, f"{shards}/text.txt")

@@ -11,7 +11,7 @@ from conftest import ARCHITECTURES, ROOT, batch_of, given, random_transformer, s
 
 import model
 import utils
-from config import presets
+from config import presets, program
 from hf.format import read_flags
 from hf.registry import format_of, format_of_config
 from inference import decoding, weights
@@ -185,7 +185,7 @@ def test_text_continues_as_transformers_continues_it(size, train, text_shards, t
         wanted = tokenizer.batch_decode(generated)
         words = [str(tmp_path / name), "--prompt", *prompts]
         words += "--max_tokens 64 --temperature 0 --n_devices 1 --model_dtype float32".split()
-        rows = sample.main(utils.read_flags(common.Sample, words, "sample.py"))
+        rows = sample.main(program.read_flags(common.Sample, words, "sample.py"))
         ends = [text.split(tokenization.END_OF_TEXT)[0] for text in wanted]
         assert [row.text for row in rows] == ends
 

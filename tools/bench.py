@@ -208,7 +208,9 @@ class Options:
 
 def parse(argv):
     """Command line -> (own flags, [(name, Config)]). Raises UserError."""
-    values, flags = parser.read_words(Options, argv, "tools/bench.py", others=utils.Config)
+    values, flags = parser.read_words(
+        Options, argv, "tools/bench.py", others=utils.Config, hints=command_line.HINTS
+    )
     own = Options(**values)
     configurations = []
     for variant in own.vary or [""]:

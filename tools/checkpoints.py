@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from config.parser import place
+from config.parser import argument
 from runtime.jax_setup import quiet_libraries
 from runtime.messages import UserError, first_line
 from tools import common
@@ -26,7 +26,7 @@ from training import checkpointing
 class Options:
     """List the checkpoints of a run, and verify each."""
 
-    run_dir: str = place()
+    run_dir: str = argument()
     """A run directory, or its gs:// or s3:// address."""
 
 

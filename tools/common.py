@@ -8,7 +8,8 @@ from typing import Literal
 import utils
 from architectures import architecture
 from config import settle
-from config.parser import Mesh, flag, place
+from config.parser import Mesh, argument, flag
+from config.program import read_flags
 from runtime import interrupts, platforms
 from runtime.files import read_json
 from runtime.messages import UserError, first_line, one_sentence, warn
@@ -19,7 +20,7 @@ from shards import tokenization
 class Options:
     """Flags of every such program; those of utils.py that have the same name mean the same."""
 
-    model: str = place()
+    model: str = argument()
     """A run directory, local or gs:// or s3://, whose newest sound checkpoint is taken, of a run that overfits the
     best, and with @STEP behind it that of the step; a local folder in the Hugging Face format, or a model of its hub,
     hf://ORGANISATION/NAME, with @REVISION behind it."""
@@ -60,7 +61,7 @@ class Sample(Options, utils.Sample):
 class Evaluate(Options):
     """Measure a trained model on shards, text and the tasks of lm_eval."""
 
-    data: tuple[str, ...] = flag((), needed=True)
+    data: tuple[str, ...] = flag((), nonempty=True)
     """Each a folder of shards, or one with such a folder val in it; or text or records, as --source of
     data/tokenize_shards.py names them. Addresses too, but for folders of text."""
     tasks: tuple[str, ...] = ()
@@ -83,9 +84,9 @@ class Evaluate(Options):
     """File for that object."""
 
 
-def read_options(kind, program):
-    """`Options` of the program that is run. Call it before jax is imported."""
-    options = one_sentence(lambda: utils.read_flags(kind, sys.argv[1:], program))
+def read_options(kind, program, of_word=lambda word: ""):
+    """`Options` of the program that is run. Call it before jax is imported. of_word: of `config/foreign.py: hints`."""
+    options = one_sentence(lambda: read_flags(kind, sys.argv[1:], program, of_word))
     platforms.set_xla_flags(options.n_devices)
     return options
 
@@ -93,7 +94,7 @@ def read_options(kind, program):
 def run_on_cpu(kind, program, main):
     """Run main(options of the dataclass `kind`) of a program that needs no accelerator: these may belong to a run."""
     platforms.choose_cpu()
-    interrupts.run(lambda: main(utils.read_flags(kind, sys.argv[1:], program)))
+    interrupts.run(lambda: main(read_flags(kind, sys.argv[1:], program)))
 
 
 def open_model(options, text):

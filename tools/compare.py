@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 import model
 import utils
 from config import settle
-from config.parser import place
+from config.parser import argument
 from runtime.files import check_place, read_json, write_file
 from runtime.messages import UserError, short, warn
 from tools import common
@@ -172,7 +172,7 @@ def read_groups(folders):
 class Options:
     """Compare the losses of runs."""
 
-    runs: tuple[str, ...] = place()
+    runs: tuple[str, ...] = argument()
     """Run directories, or their gs:// or s3:// addresses, the one that the others are compared with first."""
     output: str = "compare.png"
     """Picture to write: .png, .svg or .pdf."""

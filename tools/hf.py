@@ -29,7 +29,7 @@ from tokenizers import pre_tokenizers
 
 import utils
 from config import settle
-from config.parser import place
+from config.parser import argument
 from hf import hub, pretrained
 from hf.registry import format_to_export
 from inference import weights
@@ -231,12 +231,12 @@ def halves(token, rank, ranks):
 class Options:
     """A run's weights to and from a folder that Hugging Face's transformers loads."""
 
-    command: Literal["export", "import", "push"] = place()
+    command: Literal["export", "import", "push"] = argument()
     """export: checkpoint of a run directory -> folder. import: folder -> run directory with its weights alone. push:
     checkpoint -> repository of the Hugging Face hub."""
-    source: str = place()
+    source: str = argument()
     """The run directory, or the folder to import, or hf://ORGANISATION/NAME of the Hugging Face hub."""
-    target: str = place()
+    target: str = argument()
     """The folder or run directory to write, or USER/NAME to push to."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type to store an export in; bfloat16 rounds."""

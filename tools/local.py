@@ -16,7 +16,7 @@ import re
 import sys
 
 import utils
-from config.command_line import flags_of_file
+from config.command_line import HINTS, flags_of_file
 from config.parser import read_words
 from data.own_text import How, corpus_of
 from runtime import interrupts, platforms
@@ -33,9 +33,9 @@ def main(argv):
     """The command line of main.py for the flags in `argv`; the corpus is made where it is missing. Raises UserError."""
     if {"-h", "--help"} & {*argv}:
         return ["--preset", "tiny", *argv]
-    of_text, words = read_words(How, argv, "main.py", others=utils.Config)
+    of_text, words = read_words(How, argv, "main.py", others=utils.Config, hints=HINTS)
     how = How(**of_text)
-    given, _ = read_words(utils.Config, words, "main.py")
+    given, _ = read_words(utils.Config, words, "main.py", hints=HINTS)
     if given.get("preset") == "list":
         return argv
     if "config" in given:

@@ -27,7 +27,8 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 import utils
-from config.parser import flag, place
+from config.parser import argument, flag
+from config.program import read_flags
 from config.settle import SPLIT, checkpoint_steps
 from runtime import platforms
 from runtime.files import ask, check_ends, filesystem, is_remote, read_file, read_json, to_json
@@ -46,7 +47,7 @@ PACKAGES = "starlette", "uvicorn", "pydantic", "plotly"
 class Page:
     """Show runs on a local page, and answer /v1/completions."""
 
-    runs: tuple[str, ...] = place()
+    runs: tuple[str, ...] = argument()
     """Run directories, or folders of them; gs:// and s3:// addresses too."""
     port: int = flag(8321, least=0, most=65535)
     """Port of 127.0.0.1 to listen on; 0: any that is free."""
@@ -64,7 +65,7 @@ def check_packages():
 if __name__ == "__main__":
     if "JAX_PLATFORMS" not in os.environ:  # the accelerator may belong to a run
         platforms.choose_cpu()
-    options_given = one_sentence(lambda: utils.read_flags(Page, sys.argv[1:], "tools/page.py"))
+    options_given = one_sentence(lambda: read_flags(Page, sys.argv[1:], "tools/page.py"))
     one_sentence(check_packages)
 
 import numpy as np
@@ -94,7 +95,7 @@ LOSS = "loss/train_loss"
 # flags that a run's config.json has of the machines, not of the training: the page shows them apart
 OF_MACHINES = SPLIT | {"val_batch_size", "n_device_axis", "n_devices", "pp_interleave"}
 OF_MACHINES |= {"num_processes", "data_fingerprint", "commit"}
-OF_MACHINES |= utils.flags_with("per_process")
+OF_MACHINES |= utils.flags_with(per_process=True)
 # What a browser may do with an answer: run the page's own script, and ask nobody but this server. plotly draws heat
 # maps as images of data: addresses, and sets style attributes.
 POLICY = {

@@ -26,7 +26,8 @@ from shards.tokenization import check_ids, longest_token, text_of
 from tools import common
 
 if __name__ == "__main__":
-    options_given = common.read_options(common.Sample, "tools/sample.py")
+    meant = "; give --prompt with the text"
+    options_given = common.read_options(common.Sample, "tools/sample.py", lambda word: meant)
 
 import jax
 

@@ -23,7 +23,7 @@ from jax.profiler import ProfileData
 
 import collectives
 from config import settle
-from config.parser import place
+from config.parser import argument
 from planning import hlo, machines, plan
 from runtime import chips
 from runtime.files import names_in, read_file, read_json
@@ -36,7 +36,7 @@ from training import profiling
 class Options:
     """Say where the time of a step went, of a trace that --profile wrote."""
 
-    run: str = place()
+    run: str = argument()
     """A run directory, or its gs:// or s3:// address."""
     trace: str = ""
     """Name of a trace in it, such as steps-20-22; empty: the newest."""

@@ -70,11 +70,13 @@ def make_odd_files(folder):
 
 def value(rng, f, large):
     """Words that a flag may be followed by."""
-    one, n = parser.type_of(f)
+    takes = parser.values_of(f)
+    one = takes.kind
+    n = 0 if takes.is_switch else takes.count or 0
     numbers = NUMBERS + large * LARGE
     right = (
         {int: numbers, float: numbers, str: TEXTS + PATHS}.get(one)
-        or list(parser.get_args(one))
+        or list(takes.choices)
         or ["true"]
     )
     count = rng.choice([n] * 6 + [0, 1, 2])
