@@ -333,8 +333,8 @@ def embed(cfg, top, layers, batch):
         return (), x, weights
 
     ids = batch.ids
-    if m.embedding_conv:
-        ids = with_tokens_before(ids, m.embedding_conv)
+    if lookback := arch.lookback(m):
+        ids = with_tokens_before(ids, lookback)
     rows = rows_of(top["embedding"], ids)
     x = jax.vmap(embed_one)(rows, microbatches)
     if m.first_layers:

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import math
 import pkgutil
 import symtable
 import tokenize
@@ -33,7 +34,8 @@ class Architecture(NamedTuple):
     last: str  # kind of the layer that ends a block
     embed: Callable  # (parameters outside layers, rows of the embedding [B, T, D], position [B or 1, T]) -> [B, T, D]
     norm: Callable  # (x, parameters, eps) -> x, before the head
-    cache: Callable  # (cfg, B, T) -> {kind of layer: (shape, spec)}
+    # (flags of the model, kind of layer) -> (shape, mesh axes) of what decoding caches of each token in such a layer
+    cache: Callable
     layer_cost: Callable  # (flags of the model, kind of layer) -> LayerCost
     inner: str = ""  # kind of the layers before it in a block (--layers_per_block), if it has such
     first: str = ""  # kind of the layers before the blocks (--first_layers), if it has such
@@ -41,20 +43,26 @@ class Architecture(NamedTuple):
     fixed: dict = {}  # {flag: the one value that it has here}, of flags without an `absent`
     check: Callable = lambda cfg: None  # raises UserError for flags that do not fit each other
     learns_positions: bool = False  # whether its weights fix T
+    # flags of the model -> n: `embed` also gets the rows of the n tokens before those that it embeds, [B, n + T, D]
+    lookback: Callable = lambda m: 0
 
     @property
     def stacks(self):
         """Kinds of layers that blocks consist of: pp splits their stacks."""
         return {self.last, self.inner} - {""}
 
+    def stack_shapes(self, m):
+        """{kind: dims over which its layers are stacked} in a model with the flags `m`, for the kinds that it has."""
+        shapes = {
+            self.first: (m.first_layers,),
+            self.inner: (m.blocks, m.layers_per_block - 1),
+            self.last: (m.blocks,),
+        }
+        return {kind: shape for kind, shape in shapes.items() if math.prod(shape)}
+
     def numbers(self, m):
         """{kind: number of its layers} in a model with the flags `m`."""
-        numbers = {
-            self.first: m.first_layers,
-            self.inner: m.blocks * (m.layers_per_block - 1),
-            self.last: m.blocks,
-        }
-        return {kind: number for kind, number in numbers.items() if number}
+        return {kind: math.prod(shape) for kind, shape in self.stack_shapes(m).items()}
 
 
 @functools.cache

@@ -307,20 +307,9 @@ def embed(top, x, position):
     return x
 
 
-def latent_cache(cfg, B, T):
-    """{kind: (shape, spec)} of the cache of B sequences of at most T tokens: R numbers per token and layer, and
-    rope_dim more where the layer has rotary positions; D for --embedding_conv."""
-    m, L = cfg.model, cfg.model.layers_per_block
-    rotated = m.latent_dim + m.rope_dim
-    last = m.latent_dim + rope_channels(m, routed=True)
-    cache = dict(moe=((m.blocks, B, T, last), P("pp", "dp", None, None)))
-    if L > 1:
-        cache["dense"] = (m.blocks, L - 1, B, T, rotated), P("pp", None, "dp", None, None)
-    if m.embedding_conv:
-        cache["embedding"] = (B, T, m.model_dimension), P("dp", None, None)
-    if m.first_layers:
-        cache["first"] = (m.first_layers, B, T, rotated), P(None, "dp", None, None)
-    return cache
+def latent_cache(m, kind):
+    """(shape, mesh axes) of what a layer caches of a token: its latent, and its rotary key where it has one."""
+    return (m.latent_dim + rope_channels(m, routed=kind == "moe"),), (None,)
 
 
 def layer_cost(m, kind):
@@ -363,6 +352,7 @@ ARCHITECTURE = Architecture(
     embed=embed,
     norm=rms_norm,
     cache=latent_cache,
+    lookback=lambda m: m.embedding_conv,
     layer_cost=layer_cost,
     flags=FLAGS,
     check=check_flags,

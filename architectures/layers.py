@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec as P
 
 from architectures.parameters import is_param, split_over_tp, weight_param
 from collectives import (
@@ -252,11 +251,9 @@ def write_cache(cache, new, position):
     return jax.vmap(write)(cache, new.astype(cache.dtype), position[:, 0])
 
 
-def key_value_cache(cfg, B, T):
-    """{kind: (shape, spec)} of the cache of B sequences of at most T tokens: each layer's keys and values."""
-    m = cfg.model
-    shape = m.blocks, B, T, 2, m.kv_heads, m.key_dim
-    return {m.architecture: (shape, P("pp", "dp", None, None, "tp", None))}
+def key_value_cache(m, kind):
+    """(shape, mesh axes) of what a layer caches of a token: its key and its value."""
+    return (2, m.kv_heads, m.key_dim), (None, "tp", None)
 
 
 def attend_to_heads(q, k, v, position, weight, tokens, m, cache):

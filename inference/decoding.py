@@ -26,40 +26,18 @@ def make_decode(cfg, mesh):
     read. No token is dropped.
     """
     cfg = model.dropless(cfg)
-    m, arch = cfg.model, architecture_of(cfg)
+    m = cfg.model
 
     def local_decode(params, ids, cache, offset, last):
         position = offset[:, None] + jnp.arange(ids.shape[1])
-        tokens = Tokens(position, split=False)
         top = model.top_params(params, cfg)
         weights = model.layer_params(params, cfg)
-
-        def run_turn(weights, x, cache, turn, microbatch, valid):
-            y, (_, new_cache), weights = model.run_stage(cfg, weights, x, tokens, cache)
-            keep = functools.partial(jnp.where, valid)
-            return y, jax.tree.map(keep, new_cache, cache), weights
-
-        x = top["embedding"][ids]
-        cache, first = dict(cache), {}
-        if n := m.embedding_conv:
-            rows = first["embedding"] = write_cache(cache.pop("embedding"), x, position)
-            before = offset[:, None] - n + jnp.arange(n)  # those before the sequence count as 0
-            before = jnp.take_along_axis(rows, jnp.maximum(before, 0)[..., None], 1)
-            x = jnp.concatenate([before, x], 1)
-        x = arch.embed(top, x, position)
-        if m.first_layers:
-            own = cache.pop(arch.first)
-            x, first[arch.first], _ = model.run_layers(
-                cfg, arch.first, m.first_layers, weights, (), 0, x, tokens, own
-            )
-        stacks = model.stacked(cfg, weights)
-        x, cache = model.pipeline(run_turn, stacks, x[None], cache)  # [1, B/dp, n, D]
-
-        x = x[0]
+        x, cache = embed(cfg, top, ids, position, cache)
+        x, cache = run_layers(cfg, weights, x, position, cache)
         x = jnp.take_along_axis(x, last[:, None, None], 1)[:, 0]  # [B/dp, D]
         x = collectives.from_last_stage(x, everywhere=True)
-        x = arch.norm(x, top["norm"], m.norm_eps)
-        return loss.logits_of(x, top["head"], m.vocab_size).T, cache | first
+        x = architecture_of(cfg).norm(x, top["norm"], m.norm_eps)
+        return loss.logits_of(x, top["head"], m.vocab_size).T, cache
 
     rows = P("dp")
     caches = cache_specs(cfg)
@@ -72,17 +50,68 @@ def make_decode(cfg, mesh):
     )
 
 
+def embed(cfg, top, ids, position, cache):
+    """The embedded tokens [B, n, D] of ids [B, n], and the cache. Where the embedding reads the tokens before
+    (`Architecture.lookback`), their ids come from the cache."""
+    arch = architecture_of(cfg)
+    if lookback := arch.lookback(cfg.model):
+        known = write_cache(cache[IDS], ids, position)
+        before = position[:, :1] + jnp.arange(-lookback, 0)
+        # a sequence begins at 0; what is read in place of the tokens before that counts as 0 in `arch.embed`
+        before = jnp.take_along_axis(known, jnp.maximum(before, 0), 1)
+        ids = jnp.concatenate([before, ids], 1)
+        cache = cache | {IDS: known}
+    return arch.embed(top, top["embedding"][ids], position), cache
+
+
+def run_layers(cfg, weights, x, position, cache):
+    """All layers on x [B, n, D]: --first_layers on every stage, then the blocks by the pipeline, as one microbatch.
+    Returns x, which is meaningful on the last stage only, and the cache."""
+    m, arch = cfg.model, architecture_of(cfg)
+    tokens = Tokens(position, split=False)
+    new = {}
+    if m.first_layers:
+        x, new[arch.first], _ = model.run_layers(
+            cfg, arch.first, m.first_layers, weights, (), 0, x, tokens, cache[arch.first]
+        )
+
+    def run_turn(weights, x, cache, turn, microbatch, valid):
+        y, (_, new_cache), weights = model.run_stage(cfg, weights, x, tokens, cache)
+        keep = functools.partial(jnp.where, valid)
+        return y, jax.tree.map(keep, new_cache, cache), weights
+
+    of_blocks = {kind: cache[kind] for kind in cache.keys() & arch.stacks}
+    x, of_blocks = model.pipeline(run_turn, model.stacked(cfg, weights), x[None], of_blocks)
+    return x[0], cache | new | of_blocks
+
+
+IDS = "ids"  # where the cache has the ids of the tokens themselves
+
+
+def cache_table(cfg, B, T):
+    """{name: (shape, spec, dtype)} of the cache of B sequences of at most T tokens: for each kind of layer what
+    `Architecture.cache` says, and the ids where the embedding reads the tokens before."""
+    m, arch = cfg.model, architecture_of(cfg)
+    table = {}
+    for kind, stack in arch.stack_shapes(m).items():
+        shape, axes = arch.cache(m, kind)
+        stages = ["pp" if kind in arch.stacks else None] + [None] * (len(stack) - 1)
+        table[kind] = (*stack, B, T, *shape), P(*stages, "dp", None, *axes), m.model_dtype
+    if arch.lookback(m):
+        table[IDS] = (B, T), P("dp", None), "int32"
+    return table
+
+
 def cache_specs(cfg):
     """The PartitionSpec of each array of the cache."""
-    sizes = architecture_of(cfg).cache(cfg, 1, 1)
-    return {kind: spec for kind, (_, spec) in sizes.items()}
+    return {name: spec for name, (_, spec, _) in cache_table(cfg, 1, 1).items()}
 
 
 def empty_cache(cfg, B, T):
-    """Cache of B sequences of at most T tokens, in model_dtype."""
-    sizes = architecture_of(cfg).cache(cfg, B, T)
-    dtype = cfg.model.model_dtype
-    return {kind: jnp.zeros(shape, dtype) for kind, (shape, _) in sizes.items()}
+    """Cache of B sequences of at most T tokens."""
+    return {
+        name: jnp.zeros(shape, dtype) for name, (shape, _, dtype) in cache_table(cfg, B, T).items()
+    }
 
 
 def draw_tokens(logits, key, s):

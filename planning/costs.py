@@ -372,7 +372,8 @@ class Estimate:
         self.send("collective-permute", "pp", tick, self.batches * 2 * self.ticks)
         self.send("all-gather", "pp", everything, self.batches)
         self.send("all-to-all", "pp", everything, self.batches * 3)
-        if self.m.embedding_conv:  # the ids, for the rows of the tokens before
+        # the ids, for the rows of the tokens before
+        if architecture(self.m.architecture).lookback(self.m):
             ids = self.own * self.own_tokens * self.tp
             self.send("all-gather", "tp", 4 * ids, self.batches)
 

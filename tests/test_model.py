@@ -415,7 +415,7 @@ CACHED += (ARCHITECTURES | dict(deepseek=NO_SHARED)).values()
 @pytest.mark.parametrize("flags", CACHED)
 def test_decoding_with_a_cache_gives_the_scores_of_the_full_forward_pass(flags):
     """Of prompts of different lengths, on a mesh the scores of one device; no token is dropped. The cache holds a
-    token's latent and its rotary key, if any, or its keys and values."""
+    token's latent and its rotary key, if any, or its keys and values; its id where the embedding looks back."""
     one, cfg = (small_config(mesh, T=16, sequences=8, **flags) for mesh in [(1, 1, 1), (2, 2, 2)])
     mesh = make_mesh(one)
     ids, targets = (np.asarray(part).reshape(8, 16) for part in batch_of(one, mesh))
@@ -432,7 +432,7 @@ def test_decoding_with_a_cache_gives_the_scores_of_the_full_forward_pass(flags):
     per_token = sum(leaf.size for leaf in jax.tree.leaves(cache)) / (8 * 16)
     layers, without = m.first_layers + m.blocks * m.layers_per_block, 0 if m.moe_rope else m.blocks
     latents = layers * (m.latent_dim + m.rope_dim) - without * m.rope_dim
-    latents += m.model_dimension * bool(m.embedding_conv)
+    latents += bool(m.embedding_conv)  # the token's id
     assert per_token == (latents if m.latent_dim else 2 * layers * m.kv_heads * m.key_dim)
     padded = np.where(np.arange(9) < lengths[:, None], ids[:, :9], 7)
     logits, cache = decode(params, padded, cache, 0 * lengths, lengths - 1)
