@@ -1,4 +1,8 @@
-"""Checkpoints: written in the background, kept by a policy, verified when read; damaged ones are passed over."""
+"""Checkpoints: written in the background, kept by a policy, verified when read. Damaged ones are skipped.
+
+A checkpoint is a state, any tree of arrays, and a few values beside it, `meta`. This file knows neither mesh nor flags
+of a run: `training/run_checkpoints.py` adds those. Programs that read a run's parameters need only this file.
+"""
 
 import contextlib
 import functools
@@ -25,17 +29,17 @@ from runtime.files import (
     is_remote,
     names_in,
     persist,
-    read_file,
     read_json,
 )
 from runtime.messages import Unavailable, UserError, first_line, warn
 from runtime.processes import all_of, on_all
+from training.orbax_workarounds import SaveBarriers, incomplete_saves, make_reader, make_writer
 
 
 @jax.jit
 def fingerprint(state):
-    """uint32 per leaf: the sum of its bit patterns modulo 2^32, the same on every mesh. A checkpoint that restores to
-    another fingerprint than it was saved with is damaged."""
+    """uint32 per leaf of a state: the sum of its bit patterns modulo 2^32, the same on every mesh. A checkpoint is
+    damaged where its fingerprint after reading differs from the one that was saved with it."""
     sums = []
     for leaf in jax.tree.leaves(state):
         bits = lax.bitcast_convert_type(leaf, jnp.uint32)
@@ -43,11 +47,11 @@ def fingerprint(state):
     return jnp.stack(sums)
 
 
-CHUNK = 2**27  # bytes of an array that are one piece, read without the others
+CHUNK = 2**27  # bytes of a piece of an array; a piece is read without the others
 
 
-def stored_in_chunks(x):
-    """How Orbax stores an array: large ones are cut between blocks, layers and experts, which lead their dims."""
+def chunks_of(x):
+    """How Orbax cuts an array into pieces: large ones between blocks, layers and experts, which are the first dims."""
     cut = []
     for dim, size in enumerate(x.shape[:-2][:2]):
         if size > 512 or 4 * math.prod(x.shape[dim:]) <= CHUNK:
@@ -56,76 +60,7 @@ def stored_in_chunks(x):
     return ocp.SaveArgs(chunk_byte_size=CHUNK, shard_axes=tuple(cut))
 
 
-class Meeting:
-    """Barriers of the threads that write a checkpoint, as Orbax calls them, which fail at once where a process failed.
-
-    Orbax's own would have the others wait for it for 20 minutes. A process leaves word for every barrier of a save:
-    that it is there, or that it will not come. So all know, and the next save begins anew.
-    """
-
-    STAGES = 2  # barriers of a save: all have written, and the first process has committed it
-
-    def __init__(self):
-        self.client = ocp.multihost.get_jax_distributed_client()
-        self.saves = 0
-        self.stage = 0  # barriers of the newest save that this process has left word for
-
-    def begin(self):
-        self.saves += 1
-        self.stage = 0
-
-    def __call__(self, *, key, timeout_ms):
-        here = f"checkpoint/{self.saves}/{self.stage}"
-        self._leave("there")
-        for process in range(jax.process_count()):
-            word = self.client.blocking_key_value_get(f"{here}/{process}", timeout_ms)
-            if word == "failed":
-                raise OSError(f"process {process} failed to")
-
-    def fail(self):
-        while self.stage < self.STAGES:
-            self._leave("failed")
-
-    def _leave(self, word):
-        here = f"checkpoint/{self.saves}/{self.stage}/{jax.process_index()}"
-        self.client.key_value_set(here, word)
-        self.stage += 1
-
-
-def place_of(folder):
-    """Orbax's class of the place where a save in `folder` grows until it is whole, made to fail at its end alone.
-
-    All threads that write the parts wait until it is there. Where making it fails, Orbax has them wait for 5 minutes,
-    and the process with them where it ends.
-    """
-    usual = ocp.path.atomicity_defaults.get_default_temporary_path_class(folder)
-
-    class Place(usual):
-        error = None
-
-        async def create(self, **settings):
-            try:
-                return await super().create(**settings)
-            except Exception as e:  # of the storage
-                self.error = e
-                return self.get()
-
-        async def finalize(self):
-            if self.error:
-                raise self.error
-            await super().finalize()
-
-    return Place
-
-
-def reader_of_one(handler):
-    """Orbax's reader for this process alone: one that finds damage would leave the others in Orbax's barriers."""
-    me = jax.process_index()
-    alone = ocp.options.MultiprocessingOptions(me, {me}, f"process{me}")
-    return ocp.Checkpointer(handler, multiprocessing_options=alone)
-
-
-def kept(losses, keep, every=0):
+def steps_to_keep(losses, keep, every=0):
     """The steps to keep of {step: validation loss or None}: the newest `keep`, every `every`-th (0: none), the best."""
     steps = sorted(losses)
     measured = [step for step, loss in losses.items() if math.isfinite(loss or math.nan)]
@@ -138,32 +73,27 @@ def kept(losses, keep, every=0):
 
 
 def meta_sum(meta):
-    """Checksum of what is saved beside a state."""
+    """Checksum of the values that are saved beside a state."""
     content = json.dumps(meta | {"sum": 0}, sort_keys=True)
     return zlib.crc32(content.encode())
 
 
 class Unreadable(OSError):
-    """A checkpoint that was just written cannot be read."""
+    """A checkpoint that was just written cannot be read back."""
 
 
 class Checkpoints:
-    """The Orbax checkpoints in `folder`: written in the background, verified when read, kept as `kept` says; all stay
-    with keep None, and none is written. explain(flags) -> which flags make a checkpoint that of another model, in
-    words: {flag: value} that was saved with it, or None. confirm(): raises an error where this run may not write any
-    more."""
+    """The Orbax checkpoints in `folder`.
+
+    keep, every: which ones are kept, as `steps_to_keep` says; with keep None, this object only reads. explain(config):
+    which flags make a checkpoint one of another model, in words, or ""; config: {flag: value} that was saved with it,
+    or None. confirm(): raises an error where this run may write no more.
+    """
 
     def __init__(self, folder, keep=None, every=0, explain=None, confirm=lambda: None):
         self.keep, self.every, self.explain, self.confirm = keep, every, explain, confirm
-        if is_remote(folder) and not folder.startswith("gs://"):  # which Orbax cannot read
-            self.copy = tempfile.TemporaryDirectory()  # removed with this object
-            fs, there = filesystem(folder)
-            with contextlib.suppress(FileNotFoundError):
-                paths = persist(lambda: fs.find(there), folder)
-                copies = [os.path.join(self.copy.name, os.path.relpath(p, there)) for p in paths]
-                # by lists of files: brackets in a folder's name would make it a glob
-                persist(lambda: fs.get(paths, copies), folder)
-            folder = self.copy.name
+        if is_remote(folder) and not folder.startswith("gs://"):
+            folder = self._local_copy(folder)
         if not is_remote(folder):
             folder = os.path.realpath(folder)
         self.folder = epath.Path(folder)
@@ -176,65 +106,68 @@ class Checkpoints:
         self.saved = None  # step of the newest checkpoint, which may still be on its way
         self.on_disk = None  # step of the newest one that is written and can be read back
         self.written = None  # future of the end of the newest save
-        self.began = 0.0  # when that one began, by time.monotonic()
+        self.started = 0.0  # when that save started, by time.monotonic()
         self.losses = {}  # {step: validation loss or None} of checkpoints, as they are saved or read
 
+    def _local_copy(self, folder):
+        """A local folder with what a remote one holds that Orbax cannot read, such as s3://."""
+        self.copy = tempfile.TemporaryDirectory()  # removed with this object
+        fs, there = filesystem(folder)
+        with contextlib.suppress(FileNotFoundError):
+            paths = persist(lambda: fs.find(there), folder)
+            copies = [os.path.join(self.copy.name, os.path.relpath(p, there)) for p in paths]
+            # by lists of files: brackets in a folder's name would make it a glob
+            persist(lambda: fs.get(paths, copies), folder)
+        return self.copy.name
+
     def _open_writer(self):
-        self.meeting = Meeting() if jax.process_count() > 1 else None
+        self.barriers = SaveBarriers() if jax.process_count() > 1 else None
         if jax.process_index() == 0:
             with contextlib.suppress(Exception):  # of any storage; the first save tries again
                 self.folder.mkdir(parents=True, exist_ok=True)
-                for name in self._torn():
-                    self._remove(name)
-        how = dict(
-            async_options=ocp.AsyncOptions(
-                barrier_sync_fn=self.meeting,
-                post_finalization_callback=self._before_commit,
-            ),
-            # else the training thread would ask the storage, and fail or wait with it
-            file_options=ocp.options.FileOptions(skip_sync_file_validations=True),
-            temporary_path_class=place_of(self.folder),
-        )
-        handler = ocp.CompositeCheckpointHandler(composite_options=ocp.CompositeOptions(**how))
-        self.writer = ocp.AsyncCheckpointer(handler, **how)
+                self._remove_all(self._incomplete())
+        self.writer = make_writer(self.folder, self.barriers, self._before_commit)
 
     def _before_commit(self):
-        """What the first process does before a checkpoint gets its name. Raises an error where it may not."""
+        """Called in process 0 before a checkpoint gets its name. Raises an error where the run may not write it."""
         self.wait_for_log()
         self.confirm()
 
-    def save(self, step, state, sequences, about, val_loss=None, patience=None):
-        """Begin to write the state at `step`, after `sequences` sequences, with {name: value} `about` beside it. Where
-        that fails, now or in the background, a warning is printed, and after `finish` `saved` is not `step`. So it is
-        where the save before is not done `patience` seconds after it began; None: this one waits for it."""
+    def save(self, step, state, sequences, extra, val_loss=None, patience=None):
+        """Start to write the state at `step`, after `sequences` sequences, with {name: value} `extra` in its meta.
+
+        Where that fails, now or in the background, a warning is printed, and after `finish` `saved` is not `step`. The
+        save before comes first: where it is not done `patience` seconds after it started, this one is given up with a
+        warning; None: this one waits for it.
+        """
         if step == self.saved:
             return
         if self.written and patience is not None:
-            wait([self.written], max(0, self.began + patience - time.monotonic()))
+            wait([self.written], max(0, self.started + patience - time.monotonic()))
             if not all_of(self.written.done()):
                 warn(f"no checkpoint of step {step}: the one before is still being written")
                 return
         self.finish()
-        meta = dict(about, step=step, sequences=sequences, val_loss=val_loss)
+        meta = dict(extra, step=step, sequences=sequences, val_loss=val_loss)
         meta["fingerprint"] = np.asarray(fingerprint(state)).tolist()
         meta["sum"] = meta_sum(meta)
-        storage = jax.tree.map(stored_in_chunks, state)
+        storage = jax.tree.map(chunks_of, state)
         state = ocp.args.StandardSave(state, storage)
         args = ocp.args.Composite(state=state, meta=ocp.args.JsonSave(meta))
-        if self.meeting:
-            self.meeting.begin()
+        if self.barriers:
+            self.barriers.start_save()
         error = None
         try:
             self.writer.save(self.folder / str(step), args=args)
         except Exception as e:  # of the storage: what is copied from the devices is in memory
             error = e
         self.saved = step
-        self.began = time.monotonic()
+        self.started = time.monotonic()
         self.written = self.watcher.submit(self._watch, step, val_loss, error)
 
     def _watch(self, step, val_loss, error):
-        """Wait until the save of `step` has ended, and remove what need not stay, or what a failed one left. error:
-        with which it could not even begin, or None."""
+        """Wait until the save of `step` has ended. Then remove the checkpoints that are not to be kept or, where it
+        failed, what it left. error: the one with which the save could not even start, or None."""
         try:
             if error:
                 raise error
@@ -247,8 +180,8 @@ class Checkpoints:
                 with contextlib.suppress(Exception):  # as below; the next save tries again
                     self._remove_old_ones()
         except Exception as e:  # whatever the storage makes the libraries raise
-            if self.meeting:
-                self.meeting.fail()
+            if self.barriers:
+                self.barriers.fail()
             warn(
                 f"checkpoint {step} could not be written ({first_line(e)}); the older ones stay, and the next save "
                 f"tries again"
@@ -257,21 +190,22 @@ class Checkpoints:
                 self._clean_up(step, is_unreadable=isinstance(e, Unreadable))
 
     def _read_back(self, step):
-        """Raises an error where a checkpoint cannot be opened again: all that describes its arrays, not their numbers.
-        Orbax itself reports no error where it wrote something else than it reads."""
+        """Raises an error where Orbax cannot read what describes the arrays of a checkpoint; the numbers themselves are
+        not read. Orbax reports no error of its own where it has written something that it cannot read."""
         self.meta(step)
-        reader = reader_of_one(ocp.PyTreeCheckpointHandler())
+        reader = make_reader(ocp.PyTreeCheckpointHandler())
         state = self.folder / str(step) / "state"
         if persist(lambda: reader.metadata(state), str(state)).item_metadata is None:
             raise Unreadable("its arrays cannot be read back")
 
     def _remove_old_ones(self):
-        """Raises Unavailable, before anything is removed, where the storage does not tell how good one is."""
+        """Remove what `steps_to_keep` does not name. Raises Unavailable, before anything is removed, where the storage
+        cannot tell the validation loss of a checkpoint."""
         self.confirm()
         losses = {step: self.val_loss(step) for step in self._list()}
-        gone = losses.keys() - kept(losses, self.keep, self.every)
-        for name in (*map(str, gone), *self._torn()):  # no other save is on its way
-            self._remove(name)
+        gone = losses.keys() - steps_to_keep(losses, self.keep, self.every)
+        # what is incomplete is of an earlier save: no other one runs now
+        self._remove_all([*map(str, gone), *self._incomplete()])
 
     def val_loss(self, step):
         """Validation loss of a checkpoint; None where none was measured, or it is damaged. Raises Unavailable."""
@@ -285,23 +219,23 @@ class Checkpoints:
         return self.losses[step]
 
     def _clean_up(self, step, is_unreadable):
-        """Remove what a failed save of `step` left: a full disk has room for the next one then. A whole checkpoint goes
-        only where it is unreadable: it may be sound where the storage did not answer."""
+        """Remove what a failed save of `step` left, so that a full disk has room for the next one. A complete
+        checkpoint is removed only where it is unreadable: where the storage did not answer, it may be sound."""
         with contextlib.suppress(Exception):  # as above
             if is_unreadable:
-                self._remove(str(step))
+                self._remove_all([str(step)])
             for _ in range(0 if is_remote(str(self.folder)) else 10):
                 time.sleep(0.5)  # another process's part of it may still be on its way
-                torn = self._torn()
-                for name in torn:
-                    self._remove(name)
-                if not torn:
+                names = self._incomplete()
+                self._remove_all(names)
+                if not names:
                     break
 
-    def _remove(self, name):
-        folder = str(self.folder / name)
-        with contextlib.suppress(FileNotFoundError):
-            ask(folder, "rm", recursive=True)
+    def _remove_all(self, names):
+        for name in names:
+            folder = str(self.folder / name)
+            with contextlib.suppress(FileNotFoundError):
+                ask(folder, "rm", recursive=True)
 
     def finish(self):
         """Wait until the newest save is written, or has failed, on all processes."""
@@ -325,31 +259,27 @@ class Checkpoints:
         return [int(step) for step in shared if step >= 0]
 
     def _list(self):
-        names = set(names_in(str(self.folder))) - {*self._torn()}
+        """Steps of the checkpoints that this process finds, the newest first."""
+        names = set(names_in(str(self.folder))) - {*self._incomplete()}
         return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
-    def _torn(self):
-        """Names of what saves left that were not completed."""
-        names = names_in(str(self.folder))
-        torn = [name for name in names if ocp.path.step.TMP_DIR_SUFFIX in name]
-        if is_remote(str(self.folder)):  # nothing is renamed there: a last object tells of all
-            steps = [name for name in names if name.isdecimal()]
-            ends = [f"{self.folder}/{name}/commit_success.txt" for name in steps]
-            # read, and not looked up in a listing, which may be older: what is torn is removed
-            torn += [name for name, end in zip(steps, ends) if read_file(end) is None]
-        return torn
+    def _incomplete(self):
+        return incomplete_saves(str(self.folder))
 
     def meta(self, step):
-        """What `save` wrote beside the state. Raises UserError where it is damaged."""
+        """The values that `save` wrote beside the state. Raises UserError where they are damaged."""
         meta = read_json(str(self.folder), str(step), "meta", "metadata")
         if meta.get("sum") != meta_sum(meta):
             raise UserError("what is beside its arrays is not what was saved")
         return meta
 
     def restore(self, abstract, before=math.inf, multiple=1):
-        """(state, meta) of the newest sound checkpoint, or None where there is none at all. Damaged ones are moved to
-        checkpoints-damaged, with a warning. Raises UserError where none is sound. With `before` only earlier steps
-        count, multiples of `multiple` first, and all later ones are deleted."""
+        """(state, meta) of the newest sound checkpoint; None where there are no checkpoints. Raises UserError where all
+        are damaged. Damaged ones are moved to checkpoints-damaged, with a warning.
+
+        before: for a rollback: only checkpoints of earlier steps are read, those of multiples of `multiple` first, and
+        all later ones are deleted.
+        """
         self.finish()
         there = self.steps()
         earlier = [step for step in there if step < before]
@@ -359,8 +289,8 @@ class Checkpoints:
         later = [n for n in there if n > (step or 0) and n not in damaged and before < math.inf]
         moved = ""
         if damaged or later:
-            make_way = functools.partial(self._make_way, later, damaged)
-            moved = on_all(make_way if jax.process_index() == 0 else lambda: "")
+            clear = functools.partial(self._clear, later, damaged)
+            moved = on_all(clear if jax.process_index() == 0 else lambda: "")
         if damaged:
             warn(
                 f"resuming from checkpoint {step}; the steps from {step + 1} to {damaged[0]} were lost and are run "
@@ -369,12 +299,11 @@ class Checkpoints:
         self.saved = self.on_disk = step
         return found
 
-    def _make_way(self, later, damaged):
-        """Remove the checkpoints `later`, and move damaged ones out of the way of the next saves; says where to. Raises
-        UserError."""
+    def _clear(self, later, damaged):
+        """Remove the checkpoints of the steps `later`, and move damaged ones away, where no save will meet them.
+        Returns in words where those are now. Raises UserError."""
         self.confirm()
-        for n in later:
-            self._remove(str(n))
+        self._remove_all(map(str, later))
         if not damaged:
             return ""
         aside = self.folder.parent / f"{self.folder.name}-damaged"
@@ -387,8 +316,8 @@ class Checkpoints:
         return f", the damaged checkpoints are moved to {aside}"
 
     def restore_params(self, abstract, first=None):
-        """Parameters alone of the newest sound checkpoint, or of that of step `first` if it is sound, as `abstract`.
-        Raises UserError where there is none."""
+        """The parameters alone, like `abstract`, of the checkpoint of step `first` if that is sound, else of the newest
+        sound one. Raises UserError where there is none."""
         item = {"params": abstract}
         how = ocp.checkpoint_utils.construct_restore_args(item)
         args = ocp.args.PyTreeRestore(item, how, partial_restore=True)
@@ -402,9 +331,10 @@ class Checkpoints:
         return state["params"]
 
     def _newest_sound(self, args, steps):
-        """((what `args` read of the first sound checkpoint of `steps`, its meta), those before, which are damaged);
-        (None, []) where there are no checkpoints. Raises UserError where none is sound, or one is of another model."""
-        reader = reader_of_one(ocp.CompositeCheckpointHandler())
+        """Read the checkpoints of `steps`, in this order, until one is sound: ((what Orbax's `args` read of it, its
+        meta), the steps of the damaged ones before it). (None, []) where `steps` is empty. Raises UserError where none
+        is sound, or one is of another model."""
+        reader = make_reader(ocp.CompositeCheckpointHandler())
         damaged = []
         for step in steps:
             found, reason = self._read(reader, step, args)
@@ -422,7 +352,8 @@ class Checkpoints:
 
     def _read(self, reader, step, args):
         """((what `args` read of one checkpoint, its meta), "") where all processes find it sound, else (None, why it is
-        not). Raises UserError where it is of another model, Unavailable where a process's storage does not answer."""
+        not sound). Raises UserError where it is of another model, Unavailable where the storage of a process does not
+        answer."""
         found, reason, other = on_all(lambda: self._read_here(reader, step, args))
         if not all_of(not reason):
             return None, reason or "as another process found"
@@ -438,11 +369,11 @@ class Checkpoints:
         return found, ""
 
     def _read_here(self, reader, step, args):
-        """((what `args` read, its meta) or None, why it cannot be read or "", which other model it is of or "") of a
-        checkpoint on this process. Raises Unavailable.
+        """Read a checkpoint on this process: ((what `args` read, its meta) or None, why it cannot be read or "", which
+        other model it is of or ""). Raises Unavailable.
 
-        An error tells not whether the checkpoint is damaged or the storage was not there for a moment. So remote ones
-        are read again once the storage answers, three times in all.
+        An error does not tell whether the checkpoint is damaged or the storage was away for a moment. So a remote
+        checkpoint is read up to three times, each time once the storage answers again.
         """
         folder = str(self.folder / str(step))
         for _ in range(3 if is_remote(folder) else 1):
@@ -456,11 +387,11 @@ class Checkpoints:
                 return (state, meta), "", ""
             except Exception as e:  # whatever a damaged file makes the libraries raise
                 reason = first_line(e)
-                names_in(folder)
+                names_in(folder)  # waits until the storage answers
         return None, reason, ""
 
     def close(self):
-        """As `finish`, for good."""
+        """`finish`, and end the threads."""
         self.finish()
         self.watcher.shutdown()
         if self.writer:

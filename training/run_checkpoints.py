@@ -1,4 +1,8 @@
-"""The training state of a run: begun, restored and saved, laid out as the run's mesh and pipeline need it."""
+"""The training state of a run: initialized, restored and saved, laid out for the run's mesh and pipeline.
+
+Apart from `training/checkpointing.py` since this needs the flags, the mesh and the optimizer of a run, and that does
+not: sampling, export and evaluation read checkpoints without them.
+"""
 
 import functools
 import os
@@ -15,12 +19,16 @@ from training.train_state import abstract_state, arranger, init_state
 
 
 class RunCheckpoints(Checkpoints):
-    """The checkpoints of a run. In them the blocks are in order, as `arranger` has them: they fit every mesh."""
+    """The checkpoints of a run. They hold the blocks in their order in the model, whatever --pp_interleave is, so they
+    fit every mesh: `arranger` converts states from and to the order in which the run's stages hold them."""
 
-    def __init__(self, cfg, mesh, optimizer, data, load_weights=None, mix_borders=(), lock=None):
-        """data: fingerprint of the shards. load_weights(abstract): parameters that the run begins with, of
+    def __init__(
+        self, cfg, mesh, optimizer, fingerprint, load_weights=None, mix_borders=(), lock=None
+    ):
+        """fingerprint: of the data. load_weights(abstract): the parameters that the run starts from, of
         `weights.open_weights`; None: random ones. mix_borders: `Mixture.borders` of the data. lock: the `Lock` of the
-        run directory, which is confirmed before anything appears or goes there; None: another process has it."""
+        run directory, which is confirmed before anything is written or removed there; None: another process has it.
+        """
         self.cfg = utils.replace(cfg, pp_interleave=1)
         explain = functools.partial(settle.other_flags, self.cfg)
         folder = os.path.join(cfg.run.folder, "checkpoints")
@@ -31,23 +39,27 @@ class RunCheckpoints(Checkpoints):
         self.stored = abstract_state(self.cfg, mesh, optimizer)
         self.to_stored = arranger(cfg, self.stored)
         self.to_running = arranger(cfg, abstract_state(cfg, mesh, optimizer))
-        self.about = dict(
+        self.extra = dict(
             mesh=list(cfg.run.n_device_axis),
             versions={p.__name__: p.__version__ for p in (jax, optax, ocp, np)},
-            config=settle.to_resume(cfg, data),
+            config=settle.to_resume(cfg, fingerprint),
             mix_borders=list(mix_borders),
         )
 
     def restore_or_begin(self):
-        """(state, what was saved beside it) of the newest sound checkpoint; where there is none, of step 0."""
+        """(state, meta) of the newest sound checkpoint; of step 0 where there are no checkpoints."""
         return self._running(self.restore(self.stored))
 
     def roll_back(self, before):
-        """The same of the newest one of a step earlier than `before`; later ones are deleted. Those of regular saves
-        come first, so that stops in between change nothing."""
+        """(state, meta) of the newest sound checkpoint of a step earlier than `before`; later ones are deleted.
+
+        Checkpoints of --save_steps are preferred. Those that a stop left in between depend on when somebody stopped the
+        run, and a rollback must not.
+        """
         return self._running(self.restore(self.stored, before, self.cfg.run.save_steps))
 
     def _running(self, found):
+        """What `restore` found, or the state of step 0, in the order of the run's stages."""
         if not found:
             params = self.load_weights and self.load_weights(self.stored.params)
             state = init_state(self.cfg, self.stored, self.optimizer, params)
@@ -56,10 +68,10 @@ class RunCheckpoints(Checkpoints):
         return self.to_running(state), meta
 
     def save_running(self, step, sequences, state, bad_steps, val_loss=None, patience=None):
-        """Begin to write the state. bad_steps: the `BadSteps` of the run; val_loss: of the evaluation at this step;
-        patience: of `save`."""
-        about = self.about | dict(faults=bad_steps.state())
-        self.save(step, self.to_stored(state), sequences, about, val_loss, patience)
+        """Start to write the state. bad_steps: the `BadSteps` of the run. val_loss: of the evaluation at this step.
+        patience: as in `save`."""
+        extra = self.extra | dict(faults=bad_steps.state())
+        self.save(step, self.to_stored(state), sequences, extra, val_loss, patience)
 
     def not_saved(self, step):
         """The steps up to `step` that are in no checkpoint yet, in words."""
