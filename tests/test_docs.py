@@ -19,6 +19,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import test_parity
+import test_plan
 from conftest import BYTE_RANKS, ROOT, SMALL_RUN, copy_repository, files_of_repository, flags_of
 
 import model
@@ -177,6 +179,40 @@ def test_models_tells_the_parameters_of_every_preset():
             assert f"{active + embedding:,}" in row, (name, active + embedding)
 
 
+# What pages say of default runs, with the numbers of docs/measured.json, which `python -m dev.measure` writes
+STATED = {
+    "README.md": [
+        "val {tiny[first_val_loss]:.4f}  ",
+        "train {tiny[final_train_loss]:.4f}  val {tiny[final_val_loss]:.4f} ",
+        "have a validation loss of {tiny[first_val_loss]:.4f}, after 400 of {tiny[final_val_loss]:.3f}",
+        "compiled in {tiny[speed][seconds_compiling]}s",
+        "{tiny[speed][tokens_per_second]:,} tokens/s",
+    ],
+    "docs/sampling-and-evaluation.md": [
+        "{tiny[evaluated][sequences]:,} |",
+        "{tiny[evaluated][loss]:.4f} ± {tiny[evaluated][loss_error]:.4f}",
+        "{tiny[evaluated][perplexity]:.4f} ± {tiny[evaluated][perplexity_error]:.4f}",
+        "{tiny[evaluated][bits_per_byte]:.4f} ± {tiny[evaluated][bits_per_byte_error]:.4f}",
+    ],
+}
+
+
+@pytest.mark.parametrize("page", STATED)
+def test_pages_state_what_was_measured(page):
+    measured = json.loads((ROOT / "docs/measured.json").read_text())
+    text = " ".join((ROOT / page).read_text().split())
+    for sentence in STATED[page]:
+        assert " ".join(sentence.format(**measured).split()) in text, sentence
+
+
+def test_pages_count_the_meshes_and_the_plans_of_the_tests():
+    meshes = ["five", "six", "seven", "eight"][len(test_parity.MESHES) - 5] + " meshes"
+    for page in ("README.md", "CONTRIBUTING.md", "docs/guide.md"):
+        assert meshes in (ROOT / page).read_text(), page
+    plans = test_plan.CONFIGURATIONS + test_plan.TPU_CONFIGURATIONS + test_plan.GPU_CONFIGURATIONS
+    assert f"[{len(plans)} configurations](tests/test_plan.py)" in (ROOT / "README.md").read_text()
+
+
 def test_the_curves_of_rates_are_those_of_the_log():
     text = (ROOT / "dev/log.md").read_text()
     panels = json.loads((ROOT / "dev/rates.json").read_text())["panels"]
@@ -202,7 +238,9 @@ def position(arrow, module):
 
 
 def test_imports_go_one_way_and_in_no_circle():
-    paths = [path for path in files_of_repository("*.py") if not path.startswith("tests/")]
+    paths = [
+        path for path in files_of_repository("*.py") if not path.startswith(("tests/", "dev/"))
+    ]
     names = [re.sub(r"(\.__init__)?\.py$", "", path.replace("/", ".")) for path in paths]
     graph = {name: imported(ROOT / path, {*names}) - {name} for name, path in zip(names, paths)}
     graphlib.TopologicalSorter(graph).prepare()  # fails at a circle
