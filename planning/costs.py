@@ -348,21 +348,21 @@ class Estimate:
         self.passes += self.fit["logits"] * logits
 
     def add_muon(self):
-        """Add what Muon does to a step's updates; training/muon.py deals the matrices out."""
+        """Add what Muon does to a step's updates; `muon.make_buckets` says which device owns what."""
         width = self.bytes
-        stacks = muon.stacks_of(muon.hidden_params(self.cfg), self.split)
-        for group in muon.deal(stacks, self.split):
-            rows, columns, near = group.layout
-            self.send("all-to-all", rows + columns, width * group.exchanged, 2)
+        matrices = muon.matrices_of(muon.hidden_params(self.cfg), self.split)
+        for bucket in muon.make_buckets(matrices, self.split):
+            rows, columns, near = bucket.layout
+            self.send("all-to-all", rows + columns, width * bucket.exchanged, 2)
             if len(near) > 1:
-                sharers = np.arange(group.sharers)[None]
-                near = hlo.axes_of(sharers, dict(dp=self.dp, tp=self.tp))
-            self.send("all-gather", near, width * group.gathered, 1, 1, group.sharers)
-            self.flops += group.flops
-            m, n = sorted(group.whole)
-            owned = width * group.owned * m
+                owners = np.arange(bucket.owner_copies)[None]
+                near = hlo.axes_of(owners, dict(dp=self.dp, tp=self.tp))
+            self.send("all-gather", near, width * bucket.gathered, 1, 1, bucket.owner_copies)
+            self.flops += bucket.flops
+            m, n = sorted(bucket.matrix)
+            owned = width * bucket.n_owned * m
             self.operands += owned * muon.STEPS * (4 * n + 5 * m)
-            blocks = width * group.places * math.prod(group.block)
+            blocks = width * bucket.n_slots * math.prod(bucket.block)
             self.passes += MUON_TRAFFIC * (blocks + 2 * owned * n)
 
     def add_pipeline(self):

@@ -62,13 +62,13 @@ def test_updates_on_a_mesh_are_those_of_one_device(mesh, flags):
     assert_same(params, updated(mesh, **flags)[0], 1e-4)
 
 
-def test_large_matrices_share_a_turn():
+def test_large_matrices_share_a_bucket():
     """Of two shapes with fewer matrices than devices, each would keep one device of 64 busy after the other."""
     mesh, layout = dict(dp=64, pp=1, tp=1), muon.Layout(("dp",), (), ())
     shapes = [(3, 288, 7168), (29, 256, 7168), (64, 256, 7168)]
-    few, more, many = (muon.Stack(s, (1,), (2,), layout, scale=1.0) for s in shapes)
-    assert [group.members for group in muon.deal([few, more], mesh)] == [(0, 1)]
-    assert len(muon.deal([few, many], mesh)) == 2
+    few, more, many = (muon.Matrices(s, (1,), (2,), layout, scale=1.0) for s in shapes)
+    assert [bucket.members for bucket in muon.make_buckets([few, more], mesh)] == [(0, 1)]
+    assert len(muon.make_buckets([few, many], mesh)) == 2
 
 
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
