@@ -185,7 +185,7 @@ def test_streaming_tears_no_character_and_shows_nothing_of_a_stop_string(
     row = sample.Row(tokenization.folder_tokenizer(str(run[0])), [256, 62], options, 1, "# ")
     for i in range(0, len(tokens), chunk):
         row.add(tokens[i : i + chunk])
-        sample.show(deque([row]))
+        sample.print_unseen(deque([row]))
         shown += capsys.readouterr().out.removesuffix("\n")
         assert ("# >" + wanted).startswith(shown)
     assert row.done and shown == "# >" + wanted and row.text == wanted

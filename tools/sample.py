@@ -80,15 +80,28 @@ class Row:
         self.text = text
 
 
-def show(waiting):
-    """Print what is unseen of the `waiting` rows, a deque: the first as it grows, the others when it is done."""
-    while waiting:
-        print(waiting[0].unseen, end="", flush=True)
-        waiting[0].unseen = ""
-        if not waiting[0].done:
+def print_rows(rows, chunks):
+    """Print the rows while chunks of their next tokens [B, chunk] arrive. Stops early when all rows are done."""
+    unfinished = deque(rows)
+    for drawn in chunks:
+        for row, tokens in zip(rows, drawn.tolist()):
+            row.add(tokens)
+        print_unseen(unfinished)
+        if not unfinished:
+            return
+
+
+def print_unseen(unfinished):
+    """Print the new text of a deque of `Row`s: of the first as it grows, of a later one when those before it are done,
+    which leave the deque."""
+    while unfinished:
+        first = unfinished[0]
+        print(first.unseen, end="", flush=True)
+        first.unseen = ""
+        if not first.done:
             return
         print(flush=True)
-        waiting.popleft()
+        unfinished.popleft()
 
 
 def limit_of(options, cfg):
@@ -154,23 +167,19 @@ def continue_all(options):
             say_error(e)
 
 
-def compile_stream(cfg, mesh, options, whole, chunk, begin):
-    """(prefill, advance) of `decoding.make_stream`, compiled for inputs like `begin`, those of prefill."""
+def compile_stream(cfg, mesh, options, whole, chunk, inputs):
+    """(prefill, advance) of `decoding.make_stream`, compiled for inputs like `inputs`, those of prefill."""
     with Pulse("compiling", lines=False):
         prefill, advance = decoding.make_stream(cfg, mesh, options, whole, chunk)
-        prefill = prefill.lower(*begin).compile()
-        params, *_ = begin
-        return prefill, advance.lower(params, prefill(*begin)).compile()
+        prefill = prefill.lower(*inputs).compile()
+        params, *_ = inputs
+        return prefill, advance.lower(params, prefill(*inputs)).compile()
 
 
-def continue_prompts(options, cfg, mesh, params, encoding, programs, chunk=decoding.CHUNK):
-    """Print the continuations of the prompts, `chunk` tokens at a time; returns their `Row`s."""
-    before = common.before_prompt(options, encoding)
-    further_ends = ends(options.model)
+def prompts_of(options, cfg, encoding, before):
+    """Token ids of each --prompt, after those of `before`. Raises UserError for a prompt that the model cannot read."""
     vocab_size = cfg.model.vocab_size
     check_ids(encoding, before, vocab_size, f"--start {options.start}: what precedes a prompt")
-    if "" in options.stop:
-        raise UserError("--stop: is empty; give a text.")
     for text in options.prompt:
         if re.search("[\udc80-\udcff]", text):  # as which Python keeps bytes that it cannot decode
             raise UserError(
@@ -181,32 +190,39 @@ def continue_prompts(options, cfg, mesh, params, encoding, programs, chunk=decod
         raise UserError("--prompt: is empty; give a text, or --start end_of_text.")
     for ids in prompts:
         check_ids(encoding, ids, vocab_size, "--prompt: a text")
+    return prompts
+
+
+def continue_prompts(options, cfg, mesh, params, encoding, programs, chunk=decoding.CHUNK):
+    """Print the continuations of the prompts, `chunk` tokens at a time; returns their `Row`s."""
+    if "" in options.stop:
+        raise UserError("--stop: is empty; give a text.")
+    before = common.before_prompt(options, encoding)
+    prompts = prompts_of(options, cfg, encoding, before)
     longest = max(map(len, prompts))
     options = fit_max_tokens(options, cfg, longest)
     batch = [ids for ids in prompts for _ in range(options.inference_batch)]
+    further_ends = ends(options.model)
     rows = []
     for i, ids in enumerate(batch):
         head = f"--- {i}\n" if len(batch) > 1 else ""
         rows.append(Row(encoding, ids, options, len(before), head, further_ends))
+
     n_tokens = sum(map(len, batch))
-    batch += batch[:1] * (-len(batch) % mesh.shape["dp"])  # dp must divide it
+    batch += batch[:1] * (-len(batch) % mesh.shape["dp"])  # dp must divide the number of rows
     n = math.ceil(longest / MULTIPLE) * MULTIPLE
     chunks = math.ceil(options.max_tokens / chunk)
-    begin = params, *decoding.pad(batch, n), jax.random.key(options.seed)
+    inputs = params, *decoding.pad(batch, n), jax.random.key(options.seed)
     shape = len(batch), n, chunks
-    if shape not in programs:  # compiled before, so that speeds are those of devices
-        programs[shape] = compile_stream(cfg, mesh, options, n + chunks * chunk, chunk, begin)
+    if (
+        shape not in programs
+    ):  # compiled before the clock starts, so that speeds are those of the devices
+        programs[shape] = compile_stream(cfg, mesh, options, n + chunks * chunk, chunk, inputs)
     prefill, advance = programs[shape]
     began = time.perf_counter()
-    state = jax.block_until_ready(prefill(*begin))
+    state = jax.block_until_ready(prefill(*inputs))
     prefilled = time.perf_counter()
-    waiting = deque(rows)
-    for drawn in decoding.chunks_of(advance, params, state, chunks):
-        for row, tokens in zip(rows, drawn.tolist()):
-            row.add(tokens)
-        show(waiting)
-        if not waiting:
-            break
+    print_rows(rows, decoding.chunks_of(advance, params, state, chunks))
     seconds = time.perf_counter() - prefilled
     drawn = sum(len(row.tokens) for row in rows)
     say_aside(
