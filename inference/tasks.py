@@ -287,7 +287,7 @@ def numbers(results):
 
 
 def make_task_scorer(cfg, mesh, encoding, ends=()):
-    """`score_tasks(params, step, last, watchdog)` -> {"tasks/TASK/METRIC": number} of --eval_tasks in a training run,
+    """`score_tasks(params, step, last, phases)` -> {"tasks/TASK/METRIC": number} of --eval_tasks in a training run,
     on its mesh; {} where they are not due. Raises UserError where a task cannot be asked."""
     run = cfg.run
     if encoding is None:
@@ -300,12 +300,12 @@ def make_task_scorer(cfg, mesh, encoding, ends=()):
     folders = [name for name in given if "/" in name]
     loaded = load([name for name in given if "/" not in name], folders, lm)
 
-    def score_tasks(params, step, last, watchdog):
+    def score_tasks(params, step, last, phases):
         if not last and step % run.save_steps:
             return {}
-        watchdog.begin("tasks", step)
-        lm.alive = watchdog.alive
-        found = numbers(ask(lm, params, loaded, run.eval_tasks_limit))
+        with phases("tasks", step):
+            lm.alive = phases.watchdog.alive
+            found = numbers(ask(lm, params, loaded, run.eval_tasks_limit))
         words = [f"{name.removeprefix('tasks/')} {value:.4f}" for name, value in found.items()]
         say(f"tasks at step {step}:  {'  '.join(words)}")
         return found

@@ -358,13 +358,23 @@ class Watchdog:
         self.now = None  # (name of the activity, step, when it began by time.monotonic())
         threading.Thread(target=self._watch, daemon=True).start()
 
+    @contextlib.contextmanager
+    def during(self, name, step):
+        """Time the activity `name` of a step. The one around it, if there is one, stands still meanwhile."""
+        outer, entered = self.now, time.monotonic()
+        self.begin(name, step)
+        yield
+        ended = time.monotonic()
+        _, _, began = self.now
+        self.took.setdefault(name, deque(maxlen=99)).append(ended - began)
+        if outer:
+            name, step, began = outer
+            outer = (name, step, began + ended - entered)
+        self.now = outer
+
     def begin(self, name, step):
-        """The activity before has ended, this one begins."""
-        began = time.monotonic()
-        if self.now:
-            before, _, then = self.now
-            self.took.setdefault(before, deque(maxlen=99)).append(began - then)
-        self.now = (name, step, began)
+        """An activity begins."""
+        self.now = (name, step, time.monotonic())
 
     def alive(self):
         """The activity makes progress: --stuck_limit counts from here."""

@@ -54,6 +54,7 @@ from tiktoken_ext import openai_public
 import collectives
 import main
 import model
+import train as training_program
 import utils
 from architectures import flags_without_choice, parameters
 from config import parser, presets, settle
@@ -310,7 +311,7 @@ def train(run_flags):
         # not through the command line: its parser compiles source, which Python 3.11 cannot do beside other threads
         flags = {n: str(v) if isinstance(v, Path) else v for n, v in flags.items() if v is not None}
         cfg = utils.replace(presets.preset("tiny"), **flags)
-        return main.main(settle.Flags(cfg, frozenset(flags)))
+        return training_program.start(settle.Flags(cfg, frozenset(flags)), main.workbench())
 
     return train
 

@@ -28,11 +28,12 @@ from conftest import ROOT, SMALL, flags_of, free_port, given, refusal, wait_for
 from test_cluster import XLA_FLAGS
 from test_resume import TINY, metrics_of
 
-import main
 import model
+import train as training_program
 import utils
 from config import command_line, presets
 from data.sources.kinds import open_source
+from inference import sampling
 from runtime import files, interrupts, locks, messages, processes
 from runtime.jax_setup import configure_jax, quiet_libraries
 from shards.mixture import Mixture
@@ -238,7 +239,7 @@ def test_a_checkpoint_that_cannot_be_read_back_is_a_save_that_failed(
     train, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(checkpointing, "check_run_path", lambda *_: None)
-    monkeypatch.setattr(main, "check_run_path", lambda *_: None)
+    monkeypatch.setattr(training_program, "check_run_path", lambda *_: None)
     flags = dict(TINY, output_dir=tmp_path / "b[1]", training_steps=4, save_steps=2)
     assert train(**flags) == 75
     said = capsys.readouterr()
@@ -416,7 +417,7 @@ def test_a_stop_at_a_save_step_loses_no_samples(train, tmp_path, monkeypatch):
         assert train(**flags, name=name) == 0
         return (tmp_path / "runs" / name / "samples.txt").read_text()
 
-    monkeypatch.setattr(main, "make_sampler", lambda *_: lambda p: [str(p["embedding"][0, 0])])
+    monkeypatch.setattr(sampling, "make_sampler", lambda *_: lambda p: [str(p["embedding"][0, 0])])
     flags = TINY | dict(training_steps=4, save_steps=2)
     whole = samples("whole")
     assert whole.count("=== step") == 2
@@ -587,7 +588,7 @@ platforms.set_xla_flags(2, 2)
 import jax
 import jax.numpy as jnp
 import numpy as np
-import main, model
+import main, model, train
 from shards.mixture import Mixture
 from runtime import processes
 
@@ -595,7 +596,7 @@ from runtime import processes
 cfg = flags.cfg
 per_step = cfg.data.train_batch_size * 2
 model.make_loss = poisoned(cfg, {BAD}, per_step)
-put_batch, begin = main.put_batch, processes.Watchdog.begin
+put_batch, begin = train.put_batch, processes.Watchdog.begin
 
 def slow(order, first, shape, mesh):
     time.sleep(faults.get("pause", 0))
@@ -608,8 +609,8 @@ def counted(watchdog, name, step):
         print(step, file=pathlib.Path(__file__).with_name("launched").open("a"))
     begin(watchdog, name, step)
 
-main.put_batch, processes.Watchdog.begin = slow, counted
-sys.exit(messages.one_sentence(lambda: main.run(flags)))
+train.put_batch, processes.Watchdog.begin = slow, counted
+sys.exit(messages.one_sentence(lambda: train.run(flags, main.workbench())))
 """
 
 

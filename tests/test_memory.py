@@ -6,15 +6,15 @@ import jax
 import pytest
 from conftest import SMALL_GPT2, refusal, small_config
 
-import main
 from planning import machines, plan
+from training import setup
 
 LIMIT = 2**27  # bytes of a device
 
 
 def test_the_flags_that_the_sentence_names_make_a_step_fit(train, monkeypatch):
     """A step that takes more than a device has, by XLA's own account, ends as it does on such a device."""
-    compile_train_step = main.compile_train_step
+    compile_train_step = setup.compile_train_step
 
     def limited(*arguments):
         train_step = compile_train_step(*arguments)
@@ -29,7 +29,7 @@ def test_the_flags_that_the_sentence_names_make_a_step_fit(train, monkeypatch):
 
         return step
 
-    monkeypatch.setattr(main, "compile_train_step", limited)
+    monkeypatch.setattr(setup, "compile_train_step", limited)
     monkeypatch.setattr(plan, "memory_limit", lambda: LIMIT)
     flags = SMALL_GPT2 | dict(blocks=1, T=256, remat="none", attention="xla", training_steps=1)
     flags |= dict(train_batch_size=128, microbatches=1, val_batch_size=2, eval_steps=1)

@@ -20,14 +20,14 @@ from config import command_line
 task = sys.argv.pop(1)
 flags = command_line.parse(sys.argv[1:])
 platforms.set_xla_flags(2, 2)
-import main
+import train
 
 def fail(error):
     raise error
 
-main.main = lambda *_: processes.on_all(lambda: None) or 0
+train.start = lambda *_: processes.on_all(lambda: None) or 0
 exec(task)
-sys.exit(messages.one_sentence(lambda: main.run(flags)))
+sys.exit(messages.one_sentence(lambda: train.run(flags, None)))
 """
 
 
@@ -115,8 +115,8 @@ def test_a_process_killed_before_it_tells_its_program_is_found_in_time(driver):
 
 
 FAIL = "lambda: fail(messages.{}('no.'))"
-TOGETHER = f"main.main = lambda *_: processes.on_all({FAIL})"
-ALONE = f"main.main = lambda *_: ({FAIL})()"
+TOGETHER = f"train.start = lambda *_: processes.on_all({FAIL})"
+ALONE = f"train.start = lambda *_: ({FAIL})()"
 AGREED, MUST_CHANGE, MAY_PASS = f"error: {ANOTHER}", UserError.status, Unavailable.status
 FAILURES = {  # (task of each process, the status with which both end, what each says last)
     "may pass": (["", TOGETHER.format("Unavailable")], MAY_PASS, [AGREED, "error: no."]),

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from conftest import ROOT, SMALL_GPT2, flags_of, given, refusal, small_config, wait_for
 
-import main
+import train as training_program
 from inference import weights
 from training import meter
 from training.device_mesh import make_mesh
@@ -57,7 +57,7 @@ def damage(folder):
 def test_resume_is_bitwise_also_past_damage_and_on_another_mesh_sees_the_same_batches(
     train, tmp_path, monkeypatch, capsys
 ):
-    read, put_batch = [], main.put_batch
+    read, put_batch = [], training_program.put_batch
 
     def watched(sequences, first, shape, mesh):
         batch = put_batch(sequences, first, shape, mesh)
@@ -65,7 +65,7 @@ def test_resume_is_bitwise_also_past_damage_and_on_another_mesh_sees_the_same_ba
             read.append(np.asarray(batch[0]).reshape(-1, shape[-1]))
         return batch
 
-    monkeypatch.setattr(main, "put_batch", watched)
+    monkeypatch.setattr(training_program, "put_batch", watched)
     whole, parts, moved = (tmp_path / "runs" / name for name in ("whole", "parts", "moved"))
     same = dict(optimizer="muon", dropout_rate=0.1)
     flags = dict(same, mesh=(2, 2, 2), save_steps=2, pp_interleave=2)

@@ -19,11 +19,10 @@ import pytest
 from conftest import refusal, small_config
 from test_resume import TINY
 
-import main
 import utils
 from config import settle
 from config.presets import preset
-from planning import machines, plan
+from planning import machines, plan, plans_of_runs
 from runtime import chips, files, outbox
 from training import meter, rows, runlog
 
@@ -122,7 +121,7 @@ def test_a_line_says_whether_a_run_is_well(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(chips, "chip_of", lambda kind: chips.CHIPS["v4"])
     planned = plan.answer(cfg, machines.parse_machine("v4:2x2x1"))
-    progress = runlog.Progress(cfg, plan=main.write_plan(cfg, runlog.NoLog()))
+    progress = runlog.Progress(cfg, plan=plans_of_runs.plan_of(cfg))
     progress.print(row(5.5), pace_of(planned.tokens_per_second / 4), None)
     line = capsys.readouterr().out
     # how the chips are wired is not known

@@ -23,7 +23,7 @@ from conftest import (
 )
 from test_resume import TINY, assert_bitwise, checkpoint_of, metrics_of
 
-import main
+import train as training_program
 import utils
 from config import presets, settle
 from config.program import read_flags
@@ -33,6 +33,7 @@ from runtime import files, messages, outbox, processes
 from shards import storage
 from shards.corpus import READERS, Corpus
 from tools import checkpoints, common, compare, evaluate, hf, sample
+from training import setup
 from training.checkpointing import Checkpoints
 
 SHARDS = 12
@@ -239,14 +240,14 @@ def test_a_lost_shard_ends_the_run_after_a_checkpoint(remote, train, tmp_path, m
     flags |= dict(data=address, cache_dir=tmp_path / "cache")
     name = f"{np.random.default_rng([0, 0]).permutation(SHARDS)[-1]:06d}.npy"
     content, fs = (folder / "train" / name).read_bytes(), fsspec.filesystem("memory")
-    make_evaluate = main.make_evaluate
+    make_evaluate = setup.make_evaluate
 
     def lose(*args):  # once training has begun
         fs.pipe_file(f"/bucket/train/{name}", content[:700] + b"ab" + content[702:])
         return make_evaluate(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(main, "make_evaluate", lose)
+        patch.setattr(setup, "make_evaluate", lose)
         refusal(lambda: train(**flags), f"train/{name} is damaged")
     saved = [int(p.name) for p in (tmp_path / "runs" / "run" / "checkpoints").iterdir()]
     assert max(saved) == 341 // 32, "as many steps as there are whole batches before that shard"
@@ -384,7 +385,7 @@ def test_an_outage_while_a_run_trains_costs_nothing_but_checkpoints(
         begin(watchdog, name, step)
 
     flags = TINY | dict(training_steps=12, save_steps=2, eval_every=3, keep_checkpoints=3)
-    monkeypatch.setattr(main, "PATIENCE", 0.5)
+    monkeypatch.setattr(training_program, "PATIENCE", 0.5)
     monkeypatch.setattr(outbox, "PAUSE", 0.1)
     if not undisturbed:
         assert train(**flags) == 0

@@ -16,6 +16,7 @@ import pytest
 from conftest import BYTE_RANKS, ROOT, SMALL_GPT2, describe, make_params, refusal, small_config
 
 import main
+import train as training_program
 import utils
 from config import presets, settle
 from inference import decoding, weights
@@ -351,7 +352,11 @@ def test_weights_are_refused_shards_of_another_tokenizer(run, shards, tmp_path, 
     at = dict(init_from=str(run[0]), data=str(other), output_dir=str(tmp_path / "runs"))
     cfg = utils.replace(presets.preset("tiny"), n_device_axis=(1, 1, 1), **ONE, **at)
     flags, said = settle.Flags(cfg, frozenset([*at, "n_devices"])), "another tokenizer"
-    refusal(lambda: main.main(flags), f"--init_from {run[0]}: the shards ", said)
+    refusal(
+        lambda: training_program.start(flags, main.workbench()),
+        f"--init_from {run[0]}: the shards ",
+        said,
+    )
 
 
 def test_mistakes_get_a_sentence(run, shards, tmp_path):

@@ -11,6 +11,7 @@ from conftest import SMALL_GPT2, SMALL_RUN, refusal, small_config
 from test_resume import metrics_of
 
 import main
+import train as training_program
 import utils
 from config import presets, settle
 from planning import costs, plan
@@ -29,7 +30,7 @@ def runs(shards, xla_cache, tmp_path_factory):
     def train(**more):
         given = SMALL_RUN | flags | more
         cfg = utils.replace(presets.preset("tiny"), **given)
-        assert main.main(settle.Flags(cfg, frozenset(given))) == 0
+        assert training_program.start(settle.Flags(cfg, frozenset(given)), main.workbench()) == 0
 
     train(name="plain", training_steps=8)
     train(name="traced", training_steps=6, profile="2:4")

@@ -1,9 +1,7 @@
-"""What is measured: the metrics of each step, fetched one step late, its speed, and where the time of a run goes."""
+"""The time of a run: the speed of its steps, and where all the time since its first start went."""
 
 import contextlib
 import time
-
-import jax
 
 from runtime.messages import duration
 
@@ -34,10 +32,10 @@ class Goodput:
         self.resumed = 0  # times
         self.begin(began)
 
-    def begin(self, began):
+    def begin(self, began, part="starting"):
         """The run starts, or rolls back: what it spent before is up to `keep`."""
         self.began = self.since = began
-        self.part = "starting"
+        self.part = part
         self.seconds = dict.fromkeys(PARTS, 0.0)
 
     def turn(self, part):
@@ -112,9 +110,13 @@ class Pace:
 
     def __init__(self, tokens):
         self.tokens = tokens
+        self.restart(0.0)
+
+    def restart(self, data_wait):
+        """Forget all steps: the run rolls back. data_wait: of `resume`."""
         self.steps = []  # (seconds, of these waiting for data) of each
         self.told = 0  # how many of them were there at the last progress line
-        self.resume(0.0)
+        self.resume(data_wait)
 
     def resume(self, data_wait):
         """The devices turn to training. data_wait: seconds so far in which they waited for data alone."""
@@ -146,52 +148,3 @@ class Pace:
             "tokens_per_second": self.tokens * len(steps) / seconds,
             "data/wait": min(1.0, waited / seconds),
         }
-
-
-class Meter:
-    """The metrics of each step, fetched one step late, so that the devices always have work."""
-
-    def __init__(self, tokens, corpus, bad_steps, profile, goodput):
-        """tokens: of a step; corpus: a Mixture; bad_steps: `BadSteps`; profile: a Profile; goodput: a Goodput."""
-        self.pace = Pace(tokens)
-        self.corpus = corpus
-        self.bad_steps = bad_steps
-        self.profile = profile
-        self.goodput = goodput
-        self.newest = None  # what `launched` was given of the last step, until it is fetched
-
-    def launched(self, step, sequences, metrics, data_wait):
-        """Take note of a step that the devices have been given. Returns the row of the one before, or None."""
-        row = self.fetch()
-        self.newest = (step, sequences, metrics, data_wait)
-        return row
-
-    def wait(self):
-        """Wait until the devices have done all that they were given."""
-        if self.newest:
-            jax.block_until_ready(self.newest[2])
-
-    def fetch(self):
-        """{name: number} of the newest step; None where it was fetched before."""
-        if self.newest is None:
-            return None
-        step, sequences, metrics, data_wait = self.newest
-        self.newest = None
-        metrics = jax.device_get(metrics)
-        self.profile.note(step)
-        for each in ("expert", "layer"):
-            loads = metrics.pop(f"load/{each}s", [])
-            metrics |= {f"load/{each}_{i}": load for i, load in enumerate(loads)}
-        row = {"step": step} | {name: float(value) for name, value in metrics.items()}
-        row |= self.corpus.epochs(sequences)
-        self.bad_steps.observe(step, sequences, row["loss/train_loss"], row["grad_norm"])
-        row["bad_steps"] = self.bad_steps.total
-        row |= self.pace.ended(data_wait)
-        _, waited = self.pace.steps[-1]
-        self.goodput.waited(waited)
-        return row
-
-    def restart(self):
-        """Forget the newest step and all speeds: the run rolls back."""
-        self.newest = None
-        self.pace = Pace(self.pace.tokens)

@@ -31,13 +31,16 @@ class Profile:
     """Traces the steps of --profile, each process its own devices, and does nothing without that flag. The devices have
     done the step before when a trace begins; a thread writes it while training continues."""
 
-    def __init__(self, cfg, step):
-        """step: the last one that was done before, where the run begins or resumes."""
+    def __init__(self, cfg, step, train_step, wait):
+        """step: the last one that was done before, where the run begins or resumes. train_step: compiled; wait() until
+        the devices have done all that they were given."""
         self.cfg = cfg
+        self.train_step = train_step
+        self.wait = wait
+        self.began = False  # the trace
         first, self.last = settle.profiled_steps(cfg.run)
         self.first = max(first, step + 1)
         self.done = 0  # the last step done
-        self.train_step = None  # compiled, once a trace began
         self.local = None  # folder for the trace that is under way
         self.worker = ThreadPoolExecutor(1, "profile")
         if cfg.run.profile and self.first > self.last:
@@ -45,12 +48,12 @@ class Profile:
         name = f"steps-{self.first}-{self.last}"  # a run that does them again traces them again
         self.folder = os.path.join(cfg.run.folder, FOLDER, name)
 
-    def begin(self, step, train_step, wait):
-        """Begin the trace where `step` is its first. train_step: compiled; wait() until the steps before are done."""
-        if step != self.first or self.first > self.last or self.train_step:
+    def begin(self, step):
+        """Begin the trace where `step` is its first."""
+        if step != self.first or self.first > self.last or self.began:
             return
-        wait()
-        self.train_step = train_step
+        self.wait()
+        self.began = True
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # a call of every function would slow the host
         local = tempfile.TemporaryDirectory(prefix="profile-")

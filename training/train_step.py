@@ -87,11 +87,22 @@ def step_metrics(cfg, loss, seen, lr, grad_norm):
         counts = seen.load.reshape(-1, cfg.model.n_experts)  # [layers, E] tokens routed to each
         metrics["loss/load_loss"] = seen.load_loss
         shares = counts / counts.sum(-1, keepdims=True)
-        metrics["load/experts"] = shares.mean(0)  # [E]
+        metrics["load/expert"] = shares.mean(0)  # [E]
         # the fullest expert of each layer, [layers]; 1 where the load is even
-        metrics["load/layers"] = cfg.model.n_experts * shares.max(-1)
+        metrics["load/layer"] = cfg.model.n_experts * shares.max(-1)
         metrics["load/dropped"] = seen.dropped
     return metrics
+
+
+def as_row(metrics):
+    """{name: number} of `step_metrics` on the host: an array NAME becomes NAME_0, NAME_1 and so on."""
+    row = {}
+    for name, value in metrics.items():
+        if value.ndim:
+            row |= {f"{name}_{i}": float(number) for i, number in enumerate(value)}
+        else:
+            row[name] = float(value)
+    return row
 
 
 def lower_train_step(cfg, mesh, abstract):

@@ -1,0 +1,148 @@
+"""What a run builds before its loop: its data, its compiled programs and its log; and what it prints of them."""
+
+import math
+import re
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+
+import utils
+from config import command_line, settle
+from runtime import chips, processes
+from runtime.messages import UserError, duration, say
+from shards.mixture import Mixture, data_fingerprint
+from shards.tokenization import keep_tokenizer
+from training import profiling
+from training.evaluation import make_evaluate
+from training.optimizer import hyperparameters
+from training.overfitting import Overfitting
+from training.runlog import NoLog, RunLog
+from training.sizes import batch_shape, count_in_words, tokens_in_words
+from training.train_state import abstract_state
+from training.train_step import lower_train_step
+
+
+class Data(NamedTuple):
+    """The data of a run."""
+
+    train: Mixture
+    val: Mixture
+    fingerprint: str  # of both, which a resumed run compares
+
+
+class Programs(NamedTuple):
+    """What the devices are given to do."""
+
+    train_step: Callable  # compiled: (state, tokens, targets, numbers) -> (state, metrics)
+    numbers: dict  # of the optimizer, inputs of that step
+    evaluate: Callable  # params -> {name: held-out loss}
+    score_tasks: Callable  # (params, step, last, phases) -> {name: number}
+    sample: Callable  # params -> texts
+
+
+def open_data(cfg, opened):
+    """The `Data`, compared with those of the run that is resumed and of the other processes."""
+    stored = opened.stored
+    per_step = math.prod(batch_shape(cfg)[:-1])  # sequences
+    corpus = Mixture(cfg, "train", cfg.run.training_steps * per_step)
+    val_corpus = Mixture(cfg, "val")
+    for part in (corpus, val_corpus):
+        part.check_encoding(opened.encoding)
+    fingerprint = data_fingerprint(corpus, val_corpus)
+    alike = settle.without(utils.flags_with(per_process=True), utils.flatten(cfg))
+    processes.check_agreement(alike, fingerprint, cfg.run)
+    if stored and stored["data_fingerprint"] != fingerprint:
+        raise UserError(
+            f"--name {cfg.run.name}: this run exists and saw other data than is now in --data {cfg.data.data} (it was "
+            f"{stored['data']}); give those shards, or another --name, {settle.from_its_weights(cfg)}."
+        )
+    return Data(corpus, val_corpus, fingerprint)
+
+
+def print_setup(cfg, data):
+    """Print the mesh, the model and the data."""
+    kind = jax.devices()[0].device_kind
+    say(f"mesh (dp, pp, tp) = {cfg.run.n_device_axis} on {cfg.run.n_devices} x {kind}")
+    if jax.default_backend() != "cpu" and chips.chip_of(kind) is None:
+        say(f"the peak of {kind} is not known, so no MFU is shown")
+    say(f"parameters: {count_in_words(cfg)}")
+    corpus = data.train
+    shares = corpus.shares / corpus.shares.sum(1, keepdims=True)
+    for part, (first, *later) in zip(corpus.corpora, shares.T):
+        words = f"data: {part.n_sequences:,} sequences of {part.T} tokens in {part.folder}"
+        if len(corpus.corpora) > 1:
+            words += f", {first:.3%} of each step's"
+        for border, share in zip(corpus.borders, later):
+            words += f", {share:.3%} after {border:,} sequences"
+        say(words)
+    for part in [*corpus.corpora, *data.val.corpora]:
+        if part.unverified and jax.process_index() == 0:
+            say(f"warning: {part.unverified}")
+    say(tokens_in_words(cfg))
+
+
+def make_programs(cfg, mesh, optimizer, data, opened, workbench, goodput):
+    """The `Programs` of a run, of which the train step is compiled here."""
+    evaluate = make_evaluate(cfg, mesh, data.val)
+    arguments = cfg, mesh, opened.encoding, opened.ends
+    score_tasks = processes.on_all(lambda: open_tasks(workbench, *arguments))
+    with goodput.during("compiling"):
+        train_step = compile_train_step(cfg, mesh, optimizer)
+    sample = workbench.make_sampler(*arguments)
+    return Programs(train_step, hyperparameters(cfg, mesh), evaluate, score_tasks, sample)
+
+
+def open_tasks(workbench, cfg, *arguments):
+    """`make_task_scorer` of --eval_tasks; without that flag a function that returns {}."""
+    if not cfg.run.eval_tasks:
+        return lambda *_: {}
+    try:
+        return workbench.make_task_scorer(cfg, *arguments)
+    except UserError as e:  # which knows the flags of tools/evaluate.py
+        raise UserError(re.sub("--(tasks|include_path)", "--eval_tasks", str(e))) from None
+
+
+def compile_train_step(cfg, mesh, optimizer):
+    """The compiled train step of training/train_step.py; how long that took is printed."""
+    began = time.time()
+    abstract = abstract_state(cfg, mesh, optimizer)
+    lowered = lower_train_step(cfg, mesh, abstract)
+    # A cached program carries the names of the code that compiled it, which --profile would show.
+    by_names = "jax_compilation_cache_include_metadata_in_key"
+    jax.config.update(by_names, bool(cfg.run.profile))
+    train_step = lowered.compile(compiler_options=profiling.compiler_options(cfg))
+    jax.config.update(by_names, False)
+    say(f"compiled in {duration(time.time() - began)}")
+    return train_step
+
+
+def open_log(cfg, step, goodput, checkpoints):
+    """(the log of the steps after `step`, its `Overfitting`). The rows so far tell `goodput` what the run has spent. A
+    checkpoint gets its name only after the rows before it are written."""
+    log = RunLog(cfg) if jax.process_index() == 0 else NoLog()
+    found, end = processes.on_all(lambda: log.begin(step))
+    goodput.keep(found, step, end)
+    checkpoints.wait_for_log = log.wait_for_rows
+    return log, Overfitting([row for row in found if row["step"] <= step])
+
+
+def write_config(log, data, ends):
+    """Write config.json, which tools read and a resumed run is compared with, and the tokenizer beside it."""
+    config = utils.flatten(log.cfg) | {
+        "data_fingerprint": data.fingerprint,
+        "commit": command_line.commit(),
+    }
+    config["encoding"] = keep_tokenizer(log.folder, data.train.tokenizer)
+    if ends:
+        config["eos_token_id"] = ends
+    log.write("config.json", config)
+
+
+def write_plan(cfg, log, plans):
+    """The plan by formulas, which plan.json keeps for tools/page.py; None where the devices' peak is not known."""
+    planned = plans.plan_of(cfg)
+    if planned:
+        log.write("plan.json", plans.as_json(planned))
+    return planned
