@@ -3,9 +3,10 @@
 python -m dev.measure runs/tiny runs/gpt2-tiny runs/mesh
 python -m dev.measure runs/tiny --quiet "two quiet cores of an AMD EPYC virtual machine"
 
-The runs are those of README's commands. tests/test_docs.py compares the pages with the file: after a change that moves
-a loss, run the commands again, then this, and correct the sentences that the test names. Speeds are written with
---quiet alone, which names a machine that did nothing else: those of an earlier run stay otherwise.
+The runs are those of README's commands; `python tools/compare.py runs/tiny runs/gpt2-tiny --output docs/loss.svg`
+draws their picture. tests/test_docs.py compares the pages with the file. After a change that alters a loss, run
+README's commands and this one again, and correct the sentences that the test names. Speeds are written only with
+--quiet, which names a machine that ran nothing else; otherwise those of an earlier run are kept.
 """
 
 import argparse
@@ -22,7 +23,7 @@ MEASURED = pathlib.Path(__file__).parent.parent / "docs" / "measured.json"
 
 
 def losses_of(rows, config):
-    """What a run says of its losses, of the rows of its metrics.jsonl and its config.json."""
+    """A run's losses, from the rows of its metrics.jsonl and its config.json."""
     evaluated = [row for row in rows if "loss/val_cross_entropy_loss" in row]
     val_loss = [round(row["loss/val_cross_entropy_loss"], 4) for row in evaluated]
     last = rows[-1]
@@ -42,6 +43,7 @@ def losses_of(rows, config):
 
 
 def speed_of(rows, machine):
+    """A run's duration and its median speed, with the machine that it ran on."""
     return {
         "date": datetime.date.today().isoformat(),
         "machine": machine,
@@ -52,7 +54,7 @@ def speed_of(rows, machine):
 
 
 def evaluation_of(folder):
-    """What tools/evaluate.py says of a run on the shards that it was trained on."""
+    """The result of tools/evaluate.py for a run, on the validation shards beside those that it was trained on."""
     config = json.loads((folder / "config.json").read_text())
     words = ["tools/evaluate.py", str(folder), "--data", config["data"], "--json"]
     done = subprocess.run([sys.executable, *words], stdout=subprocess.PIPE, text=True, check=True)

@@ -185,6 +185,7 @@ STATED = {
         "val {tiny[first_val_loss]:.4f}  ",
         "train {tiny[final_train_loss]:.4f}  val {tiny[final_val_loss]:.4f} ",
         "have a validation loss of {tiny[first_val_loss]:.4f}, after 400 of {tiny[final_val_loss]:.3f}",
+        "They end at {tiny[final_val_loss]:.2f} and {gpt2-tiny[final_val_loss]:.2f} nats per token.",
         "compiled in {tiny[speed][seconds_compiling]}s",
         "{tiny[speed][tokens_per_second]:,} tokens/s",
     ],
@@ -203,6 +204,21 @@ def test_pages_state_what_was_measured(page):
     text = " ".join((ROOT / page).read_text().split())
     for sentence in STATED[page]:
         assert " ".join(sentence.format(**measured).split()) in text, sentence
+
+
+def millions(preset):
+    """Parameters with the embedding, and those that a token uses, as README writes them."""
+    total, active, embedding = model.count_params(settle.validate(presets.preset(preset), 1))
+    return f"{(total + embedding) / 1e6:.1f}M", f"{(active + embedding) / 1e6:.1f}M"
+
+
+def test_readme_tells_the_sizes_of_its_two_models():
+    text = " ".join((ROOT / "README.md").read_text().split())
+    total, active = millions("tiny")
+    assert (
+        f"`tiny` is a mixture of experts with {total} parameters, {active} of them active" in text
+    )
+    assert f"is a dense GPT-2 with {millions('gpt2-tiny')[0]} parameters" in text
 
 
 def test_pages_count_the_meshes_and_the_plans_of_the_tests():
