@@ -419,12 +419,13 @@ def replace(cfg, **flags):
     return dataclasses.replace(cfg, **groups)
 
 
-def read_values(flags, where, names=None, advice=""):
+def read_values(flags, where, names=None, remedy=""):
     """{flag: value} that the JSON file `where` means. names: {flag: what it is called there}. Raises UserError."""
     read = {}
     for name, value in flags.items():
         read[name], must = parser.value_in_file(FIELDS[name], value)
         if must:
             name = (names or {}).get(name, name)
-            raise UserError(f"{where}: {name} is {value!r:.40}, but must be {must}{advice}.")
+            said = f"{name} is {value!r:.40}, but must be {must}"
+            raise UserError(said, where=where, remedy=remedy)
     return read

@@ -92,7 +92,11 @@ def architecture(name):
     if name not in names():
         near = nearest(name, names())
         known = ", ".join(names())
-        raise UserError(f"--architecture {name}: no such architecture{near}; there are {known}.")
+        raise UserError(
+            f"no such architecture{near}; there are {known}",
+            flag="architecture",
+            value=name or "''",
+        )
     return importlib.import_module(f"architectures.{name}").ARCHITECTURE
 
 

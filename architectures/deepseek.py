@@ -62,7 +62,12 @@ def check_flags(cfg):
     m = cfg.model
     for flag in ("latent_dim", "rope_dim", "n_experts", "experts_per_token"):
         if not getattr(m, flag):
-            raise UserError(f"--{flag} 0: must be at least 1 for --architecture {m.architecture}.")
+            raise UserError(
+                "must be at least 1 for {architecture}",
+                flag=flag,
+                value=0,
+                architecture=m.architecture,
+            )
 
 
 def deepseek_table(cfg):

@@ -41,15 +41,19 @@ def check_flags(cfg):
     """Raises UserError for flags that do not fit each other."""
     m, tp = cfg.model, cfg.run.n_device_axis[2]
     if m.n_head % m.kv_heads:
-        raise UserError(f"--n_kv_head {m.kv_heads}: must divide --n_head {m.n_head}.")
+        raise UserError("must divide {n_head}", flag="n_kv_head", value=m.kv_heads, n_head=m.n_head)
     if m.kv_heads % tp:
-        raise UserError(f"--n_kv_head {m.kv_heads}: must be a multiple of tp ({tp}).")
+        raise UserError(f"must be a multiple of tp ({tp})", flag="n_kv_head", value=m.kv_heads)
     if m.key_dim % 2:
         raise UserError(
-            f"--head_dim {m.key_dim}: must be a multiple of 2, since channels are rotated in pairs."
+            "must be a multiple of 2, since channels are rotated in pairs",
+            flag="head_dim",
+            value=m.key_dim,
         )
     if m.n_experts and not m.experts_per_token:
-        raise UserError("--experts_per_token 0: must be at least 1 where there are experts.")
+        raise UserError(
+            "must be at least 1 where there are experts", flag="experts_per_token", value=0
+        )
 
 
 def qwen3_table(cfg):

@@ -111,11 +111,13 @@ def flags_of_file(path, beside):
     try:
         content = read_json(path)
     except UserError as e:
-        said = str(e).replace("; restore it", "; give a JSON file, such as runs/tiny/config.json")
-        raise UserError(f"--config {said}") from None
+        e.flag, e.remedy = "config", "give a JSON file, such as runs/tiny/config.json"
+        raise
     if not content:
         raise UserError(
-            f"--config {path}: no such file, or no flag in it; give one such as runs/tiny/config.json."
+            "no such file, or no flag in it; give one such as runs/tiny/config.json",
+            flag="config",
+            value=path,
         )
     flags = without(NO_FLAGS, content)
     if "data_fingerprint" in content:  # of a run, which another machine may repeat
@@ -129,12 +131,14 @@ def flags_of_file(path, beside):
         said = (
             foreign.said_of(name, utils.FIELDS) or f"is no flag{nearest(name, utils.FIELDS, NEAR)}"
         )
-        raise UserError(f"--config {path}: {name} {said}.")
+        raise UserError(f"{name} {said}", flag="config", value=path)
     values = utils.read_values(flags, f"--config {path}")
     for name in values.keys() - beside.keys():
         if isinstance(values[name], str) and HIDDEN in values[name]:
             raise UserError(
-                f"--config {path}: {name} is {values[name]}, without the password or token that it had; give --{name}."
+                f"{name} is {values[name]}, without the password or token that it had; give --{name}",
+                flag="config",
+                value=path,
             )
     return values
 
@@ -182,8 +186,10 @@ def follow_tokenizer(flags, load):
         return flags
     if "vocab_size" in flags.given and size < encoding.n_vocab and not flags.cfg.run.init_from:
         raise UserError(
-            f"--vocab_size {size}: --tokenizer {name} has {encoding.n_vocab} tokens; give at least that many, or leave "
-            f"the flag out."
+            f"--tokenizer {name} has {encoding.n_vocab} tokens; give at least that many, or leave "
+            f"the flag out",
+            flag="vocab_size",
+            value=size,
         )
     return flags.follow(vocab_size=encoding.n_vocab)
 
@@ -213,18 +219,26 @@ def check_processes(flags):
     tasks = 1 if r.num_processes == 1 else tasks_of_slurm()
     processes = r.num_processes or tasks
     if r.coordinator and not {"num_processes", "process_id"} <= flags.given:
-        raise UserError(f"--coordinator {r.coordinator}: needs --num_processes and --process_id.")
+        raise UserError(
+            "needs --num_processes and --process_id", flag="coordinator", value=r.coordinator
+        )
     for flag, alone in dict(num_processes=1, process_id=0).items():
         if not r.coordinator and vars(r)[flag] > alone:
             raise UserError(
                 f"--{flag} {vars(r)[flag]}: needs --coordinator HOST:PORT, of process 0."
             )
     if not re.fullmatch(r"((\[[\da-fA-F:.]+\]|[^\s:]+):\d{1,5})?", r.coordinator):
-        raise UserError(f"--coordinator {r.coordinator}: must be HOST:PORT, such as host0:8476.")
+        raise UserError(
+            "must be HOST:PORT, such as host0:8476", flag="coordinator", value=r.coordinator
+        )
     if r.process_id >= processes:
-        raise UserError(f"--process_id {r.process_id}: must be below --num_processes {processes}.")
+        raise UserError(
+            f"must be below --num_processes {processes}", flag="process_id", value=r.process_id
+        )
     if r.n_devices % processes:
-        raise UserError(f"--n_devices {r.n_devices}: must be a multiple of {processes} processes.")
+        raise UserError(
+            f"must be a multiple of {processes} processes", flag="n_devices", value=r.n_devices
+        )
     return processes
 
 

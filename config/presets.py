@@ -123,8 +123,10 @@ def preset(name):
     """The configuration that `--preset name` stands for. Raises UserError where there is none."""
     if name not in PRESETS:
         raise UserError(
-            f"--preset {name}: no such preset{nearest(name, PRESETS)}; there are {', '.join(PRESETS)}, and list "
-            f"shows their sizes."
+            f"no such preset{nearest(name, PRESETS)}; there are {', '.join(PRESETS)}, and list "
+            f"shows their sizes",
+            flag="preset",
+            value=name or "''",
         )
     flags, _ = read_words(Config, shlex.split(PRESETS[name]), "config/presets.py")
     if "training_steps" in flags:

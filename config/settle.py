@@ -113,7 +113,7 @@ def complete(cfg, n_present):
     r = cfg.run
     n_devices = r.n_devices or n_present
     if n_devices > n_present:
-        raise UserError(f"--n_devices {n_devices}: only {n_present} devices are present.")
+        raise UserError(f"only {n_present} devices are present", flag="n_devices", value=n_devices)
     dp, pp, tp = r.n_device_axis
     dp = dp or n_devices // max(1, pp * tp)
     wanted = dp * pp * tp
@@ -284,7 +284,7 @@ def check_vocabulary(flags, fixed, shards):
             return
         if needed > size and "vocab_size" in flags.given:
             raise UserError(
-                f"--vocab_size {size}: the shards in {folder} need {needed}; give that."
+                f"the shards in {folder} need {needed}; give that", flag="vocab_size", value=size
             )
 
 
@@ -441,7 +441,9 @@ def cut_replica(cfg, given, accumulation):
         )
     if d.val_batch_size % pp:
         raise UserError(
-            f"--val_batch_size {d.val_batch_size}: must be a multiple of the pp {pp} stages."
+            f"must be a multiple of the pp {pp} stages",
+            flag="val_batch_size",
+            value=d.val_batch_size,
         )
     return replace(
         cfg,
@@ -457,8 +459,9 @@ def begin_documents(cfg, encoding):
         return cfg
     if encoding is None:
         raise UserError(
-            f"--document_mask: the tokenizer of --data {cfg.data.data}, whose token begins a document, is not known; "
-            f"give it as --tokenizer."
+            f"the tokenizer of --data {cfg.data.data}, whose token begins a document, is not known; "
+            f"give it as --tokenizer",
+            flag="document_mask",
         )
     where = "--document_mask: what begins a document"
     check_ids(encoding, [encoding.eot_token], cfg.model.vocab_size, where)
@@ -518,14 +521,18 @@ def resume(flags, stored):
         return flags
     if "data_fingerprint" not in stored:
         raise UserError(
-            f"--name {r.name}: this run holds weights alone; begin another from them with --init_from {r.folder}."
+            f"this run holds weights alone; begin another from them with --init_from {r.folder}",
+            flag="name",
+            value=r.name,
         )
     check_stored(stored, r.folder, NEEDED_TO_RESUME)
     total, val_total = global_batches(stored)
     if "global_batch_size" in flags.given and flags.cfg.data.global_batch_size != total:
         raise UserError(
-            f"--global_batch_size {flags.cfg.data.global_batch_size}: run {r.name} exists and has {total}; give that, "
-            f"or another --name, {from_its_weights(flags.cfg)}."
+            f"run {r.name} exists and has {total}; give that, "
+            f"or another --name, {from_its_weights(flags.cfg)}",
+            flag="global_batch_size",
+            value=flags.cfg.data.global_batch_size,
         )
     flags = flags.fix(global_batch_size=total)
     if stored["val_batch_size"]:
@@ -541,8 +548,10 @@ def check_validation(cfg, stored):
     _, now = global_batches(flatten(cfg))
     if before != now:
         raise UserError(
-            f"--val_batch_size {cfg.data.val_batch_size}: run {cfg.run.name} validates on batches of {before} "
-            f"sequences, and these would be of {now}; leave the flag out, or give another --name."
+            f"run {cfg.run.name} validates on batches of {before} "
+            f"sequences, and these would be of {now}; leave the flag out, or give another --name",
+            flag="val_batch_size",
+            value=cfg.data.val_batch_size,
         )
 
 
@@ -562,21 +571,15 @@ def from_its_weights(cfg):
     return f"with --init_from {cfg.run.folder} to begin from its weights"
 
 
-def as_given(flag, value):
-    """A flag with a value of it as a command line has them, in words where it has none."""
-    if isinstance(value, bool):
-        return f"--{flag}" if value else f"--no_{flag}"
-    words = " ".join(map(str, value)) if isinstance(value, tuple) else value
-    return f"no --{flag}" if value == "" else f"--{flag} {words}"
-
-
-def compare(cfg, others, flags, whose, advice="leave the flag out"):
-    """Raises UserError where one of `flags` has another value than in {flag: value} `others`, as `whose` words say."""
+def compare(cfg, others, flags, whose, remedy="leave the flag out", **named):
+    """Raises UserError where one of `flags` has another value than in {flag: value} `others`, as `whose` words say;
+    named: the flags that these name."""
     now = flatten(cfg)
     for flag in sorted(flags & others.keys()):
         if now[flag] != others[flag]:
-            ours, theirs = as_given(flag, now[flag]), as_given(flag, others[flag])
-            raise UserError(f"{ours}: {whose} {theirs}; {advice}.")
+            named[flag] = others[flag]
+            said = f"{whose} {{{flag}}}"
+            raise UserError(said, flag=flag, value=now[flag], remedy=remedy, **named)
 
 
 def to_resume(cfg, fingerprint):
@@ -620,11 +623,11 @@ def stored_config(folder):
 def check_stored(config, folder, needed):
     """Raises UserError where a run's {flag: value} lacks one of `needed`, a value is none that its flag can have, or it
     meant another model when the run was made."""
-    path, advice = os.path.join(folder, "config.json"), "; restore it"
+    path, remedy = os.path.join(folder, "config.json"), "restore it"
     if missing := sorted({*needed} - config.keys()):
-        raise UserError(f"{path}: {', '.join(missing)} is missing{advice}.")
+        raise UserError(f"{', '.join(missing)} is missing", where=path, remedy=remedy)
     read = (utils.KEPT | {*needed}) & config.keys()
-    utils.read_values({flag: config[flag] for flag in read}, path, advice=advice)
+    utils.read_values({flag: config[flag] for flag in read}, path, remedy=remedy)
     older = f"commit {config['commit']}" if config.get("commit") else "that version"
     for flag, values in CHANGED.items():
         if "revision" not in config and config.get(flag) in values:
@@ -643,8 +646,7 @@ def check_model(flags, where, names=None):
     try:
         validate(replace(Config(), **flags | alone), 1)
     except UserError as e:
-        words = re.sub(r"--(\w+)", lambda flag: names.get(flag[1], flag[0]), str(e))
-        raise UserError(f"{where}: {words}") from None
+        raise e.renamed(where, **names) from None
 
 
 def check(cfg):
@@ -652,10 +654,11 @@ def check(cfg):
     check_multiples(cfg)
     name = cfg.model.architecture
     only = architectures.flags_without_choice(name)
-    compare(cfg, only, only.keys(), f"--architecture {name} has no such choice, only")
+    compare(cfg, only, only.keys(), "{architecture} has no such choice, only", architecture=name)
     architectures.architecture(name).check(cfg)
     check_attention(cfg)
-    check_limits(cfg.model, cfg.optimizer)
+    check_experts(cfg.model)
+    check_schedule(cfg.optimizer)
     check_names(cfg)
     profiled_steps(cfg.run)
 
@@ -684,11 +687,11 @@ def check_multiples(cfg):
     ]
     for flag, value, by, words in multiples:
         if value % by:
-            raise UserError(f"--{flag} {value}: must be a multiple of {words} ({by}).")
+            raise UserError(f"must be a multiple of {words} ({by})", flag=flag, value=value)
     n = dp * tp
     if m.n_experts % n and n % m.n_experts:
         raise UserError(
-            f"--n_experts {m.n_experts}: must divide dp x tp, {n}, or be divided by it."
+            f"must divide dp x tp, {n}, or be divided by it", flag="n_experts", value=m.n_experts
         )
 
 
@@ -701,58 +704,64 @@ def check_attention(cfg):
         return
     kernels = attention.ATTENTION
     if name not in kernels:
-        raise UserError(f"--attention {name}: must be one of auto, {', '.join(kernels)}.")
+        raise UserError(
+            f"must be one of auto, {', '.join(kernels)}", flag="attention", value=name or "''"
+        )
     kernel = kernels[name]
     channels = attention.channels(cfg.model)
     if cfg.model.T % kernel.multiple:
         raise UserError(
-            f"--T {cfg.model.T}: must be a multiple of {kernel.multiple} for --attention {name}."
+            f"must be a multiple of {kernel.multiple} for {{attention}}",
+            flag="T",
+            value=cfg.model.T,
+            attention=name,
         )
     if channels > kernel.channels:
         raise UserError(
-            f"--attention {name}: has room for {kernel.channels} channels of a head's key and value, and this model "
-            f"has {channels}; auto takes the best that fits."
+            f"has room for {kernel.channels} channels of a head's key and value, and this model "
+            f"has {channels}; auto takes the best that fits",
+            flag="attention",
+            value=name,
         )
     if platform_of(cfg) not in kernel.platforms:
         there = ", ".join(kernel.platforms)
-        raise UserError(f"--attention {name}: is for {there}; auto takes the best for the devices.")
+        raise UserError(
+            f"is for {there}; auto takes the best for the devices", flag="attention", value=name
+        )
 
 
-def check_limits(m, o):
-    """Raises UserError where experts and their groups, or the parts of the schedule, do not fit together."""
+def check_experts(m):
+    """Raises UserError where experts and their groups do not fit together."""
     E, k = m.n_experts, m.experts_per_token
+    if k > E:
+        said = "cannot be more than there are, {n_experts}"
+        raise UserError(said, flag="experts_per_token", value=k, n_experts=E)
+    if m.n_groups > 1 and E < 2 * m.n_groups:
+        said = "each must have two experts of {n_experts}"
+        raise UserError(said, flag="n_groups", value=m.n_groups, n_experts=E)
+    if m.k_groups > m.n_groups or k > m.k_groups * E // m.n_groups:
+        said = "must be at most {n_groups} and hold {experts_per_token}"
+        named = dict(n_groups=m.n_groups, experts_per_token=k)
+        raise UserError(said, flag="k_groups", value=m.k_groups, **named)
+    if m.experts == "tiles" and m.capacity_factor:
+        said = "has no buckets for {capacity_factor}; leave one of them out"
+        factor = f"{m.capacity_factor:g}"
+        raise UserError(said, flag="experts", value=m.experts, capacity_factor=factor)
+
+
+def check_schedule(o):
+    """Raises UserError where the parts of the learning rate's schedule do not fit together."""
     room = o.end_steps - o.warmup_steps
-    mistakes = [  # (whether it was made, what to say)
-        (k > E, f"--experts_per_token {k}: cannot be more than there are, --n_experts {E}."),
-        (
-            m.n_groups > 1 and E < 2 * m.n_groups,
-            f"--n_groups {m.n_groups}: each must have two experts of --n_experts {E}.",
-        ),
-        (
-            m.k_groups > m.n_groups or k > m.k_groups * E // m.n_groups,
-            f"--k_groups {m.k_groups}: must be at most --n_groups {m.n_groups} and hold --experts_per_token {k}.",
-        ),
-        (
-            m.experts == "tiles" and m.capacity_factor,
-            f"--experts tiles: has no buckets for --capacity_factor {m.capacity_factor:g}; leave one of them out.",
-        ),
-        (
-            room <= 0,
-            f"--warmup_steps {o.warmup_steps}: must be less than --end_steps {o.end_steps}.",
-        ),
-        (
-            o.decay_steps and o.schedule != "wsd",
-            f"--decay_steps {o.decay_steps}: --schedule {o.schedule} has none, only wsd does; leave the flag out.",
-        ),
-        (
-            o.decay_steps > room,
-            f"--decay_steps {o.decay_steps}: must be at most {room}, the steps from --warmup_steps {o.warmup_steps} to "
-            f"--end_steps {o.end_steps}.",
-        ),
-    ]
-    for made, words in mistakes:
-        if made:
-            raise UserError(words)
+    ends = dict(warmup_steps=o.warmup_steps, end_steps=o.end_steps)
+    if room <= 0:
+        said = "must be less than {end_steps}"
+        raise UserError(said, flag="warmup_steps", value=o.warmup_steps, end_steps=o.end_steps)
+    if o.decay_steps and o.schedule != "wsd":
+        said = "{schedule} has none, only wsd does; leave the flag out"
+        raise UserError(said, flag="decay_steps", value=o.decay_steps, schedule=o.schedule)
+    if o.decay_steps > room:
+        said = f"must be at most {room}, the steps from {{warmup_steps}} to {{end_steps}}"
+        raise UserError(said, flag="decay_steps", value=o.decay_steps, **ends)
 
 
 def tell_schedule(cfg, stored):
@@ -771,7 +780,9 @@ def check_names(cfg):
     """Raises UserError where no run directory can have the name or the place that was given."""
     r = cfg.run
     if is_remote(r.output_dir) and not r.output_dir.startswith("gs://"):
-        raise UserError(f"--output_dir {r.output_dir}: must be a local folder or gs:// address.")
+        raise UserError(
+            "must be a local folder or gs:// address", flag="output_dir", value=r.output_dir
+        )
     if not re.fullmatch(r"[\w.+=@-]+", r.name) or set(r.name) == {"."}:
         raise UserError(f"--name {r.name!r}: must be of letters, digits and . _ - + = @ only.")
 

@@ -43,6 +43,8 @@ def run(main, what_is_left):
 def no_text(args, has):
     """The UserError for a source without text."""
     return UserError(
-        f"--source {args.source}: there is no text in it ({has}; hidden files, symlinked folders and empty columns do "
-        f"not count); give another."
+        f"there is no text in it ({has}; hidden files, symlinked folders and empty columns do "
+        f"not count); give another",
+        flag="source",
+        value=args.source,
     )

@@ -78,7 +78,8 @@ class ShardWriter:
 def foreign(path):
     """The UserError for a file that is in the way and that no run of this program is known to have made."""
     return UserError(
-        f"--output: {path} is in the way and not known to be of these shards; move it away, or give another folder."
+        f"{path} is in the way and not known to be of these shards; move it away, or give another folder",
+        flag="output",
     )
 
 
@@ -106,7 +107,9 @@ class Output:
             words = ["the source has other files now, or files of other sizes"]
         if differ:
             raise UserError(
-                f"--output {self.path}: {name} has other settings ({', '.join(words)}); give another folder."
+                f"{name} has other settings ({', '.join(words)}); give another folder",
+                flag="output",
+                value=self.path,
             )
 
     def is_finished(self):
@@ -132,7 +135,9 @@ class Output:
             return held | {name: held[name] for name in names}
         except Exception as e:  # damage may raise any error of zipfile, zlib, numpy and json
             raise UserError(
-                f"--output {self.path}: {PROGRESS} is damaged or foreign ({first_line(e)}); give another folder."
+                f"{PROGRESS} is damaged or foreign ({first_line(e)}); give another folder",
+                flag="output",
+                value=self.path,
             ) from None
 
     def save_progress(self, position):
@@ -175,7 +180,10 @@ class Output:
         self.position = held["position"]
         if held["read_sha256"] != self.source.read_sha256(self.position):
             raise UserError(
-                "--source: files that were read for these shards changed; restore them, or give another --output."
+                "files that were read for these shards changed",
+                flag="source",
+                remedy="restore them, or give another {output}",
+                output=None,
             )
         self.validation = held["validation"]
         self.seen.add(held["hashes"])
@@ -219,7 +227,8 @@ class Output:
         known = {shard["name"] for shard in writer.shards} if writer else set()
         if gone := known - names:
             raise UserError(
-                f"--output: {folder}/{min(gone)} is missing, which an interrupted run wrote; put it back."
+                f"{folder}/{min(gone)} is missing, which an interrupted run wrote; put it back",
+                flag="output",
             )
         # a run may have been killed between writing the next ones and saving its progress
         next_ones = range(len(known), len(names)) if begun and writer else ()

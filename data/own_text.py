@@ -68,8 +68,7 @@ def corpus_of(source, how, tokenizer="", vocab_size=None):
     try:
         return make(source, how, tokenizer, vocab_size)
     except UserError as e:  # which knows the flags of the programs that make shards
-        words = re.sub("--source(?=[: ])", "--data", re.sub("--output:? ", "", str(e)))
-        raise UserError(words) from None
+        raise e.renamed(source="--data", output="folder of shards") from None
 
 
 def make(source, how, tokenizer, vocab_size):

@@ -73,7 +73,10 @@ def main():
     is_glob = not source.exists()
     if local and any(path == source or (is_glob and path.match(str(source))) for path in above):
         raise UserError(
-            f"--output {args.output}: must not lie in --source {args.source}, whose files are documents."
+            "must not lie in {source}, whose files are documents",
+            flag="output",
+            value=args.output,
+            source=args.source,
         )
     tokenize(args)
 
@@ -86,7 +89,7 @@ def tokenize(args, source=None):
     encoding = load_tokenizer(args.tokenizer)
     settings = settings_of_text(args, source) | settings_of_tokens(args, encoding)
     output = Output(args.output, source, settings)
-    with alone_in(args.output, f"--output {args.output}", "--output"):
+    with alone_in(args.output, "output", args.output, "output"):
         if not output.is_finished():
             summary = write(args, source, output, encoding)
             say(f"{args.output}: {summary}; {time.monotonic() - start:.1f} s")
@@ -135,8 +138,10 @@ def write(args, source, output, encoding):
     for split, writer in output.writers.items():
         if not writer.totals["documents"]:
             raise UserError(
-                f"--source {args.source}: there is no text for {split} in {many(totals['documents'], 'document')} with "
-                f"a val_fraction of {args.val_fraction:g}; give more text."
+                f"there is no text for {split} in {many(totals['documents'], 'document')} with "
+                f"a val_fraction of {args.val_fraction:g}; give more text",
+                flag="source",
+                value=args.source,
             )
     output.finish()
     if n := totals["replaced_characters"]:

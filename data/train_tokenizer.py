@@ -95,18 +95,20 @@ def make(args, source=None):
     """Train the tokenizer that `Options` ask for and write it. source: theirs, opened; None: it is opened here. Raises
     UserError."""
     if not args.output.endswith(".tiktoken"):
-        raise UserError(f"--output {args.output}: the name must end in .tiktoken.")
+        raise UserError("the name must end in .tiktoken", flag="output", value=args.output)
     if args.vocab_size is not None and args.vocab_size <= 256:
         raise UserError(
             f"--vocab_size {args.vocab_size}: must be at least 257, the bytes and the end of text, to train a "
             f"tokenizer; give more, or --tokenizer."
         )
-    check_place(args.output, "--output")
+    check_place(args.output, "output")
     start = time.monotonic()
     with Pulse(f"learning a tokenizer from {args.source}"):
         found, wanted, ranks = learn(args, source or open_source(args))
     if read_file(args.output) not in (None, b"", ranks):
-        raise UserError(f"--output {args.output}: is there with other content; give another.")
+        raise UserError(
+            "is there with other content; give another", flag="output", value=args.output
+        )
     write_file(args.output, ranks)
     fewer = f", which is all that the text yields of {wanted}" if found < wanted else ""
     say(f"{args.output}: {found} tokens{fewer}, {time.monotonic() - start:.1f} s")

@@ -35,7 +35,9 @@ try:
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
     from lm_eval.utils import make_table as make_table
 except ImportError as e:
-    raise UserError(f"--tasks: needs lm_eval ({e}); bash setup_tpu.sh eval installs it.") from None
+    raise UserError(
+        f"needs lm_eval ({e}); bash setup_tpu.sh eval installs it", flag="tasks"
+    ) from None
 
 MAX_TOKENS = 256  # that a task may have generated where it does not say
 TOP_K = 50  # of a task that draws and does not say, as transformers has it
@@ -193,10 +195,10 @@ def load(words, folders, lm, num_fewshot=None):
     between them, which lm_eval and the task files in `folders` know. Raises UserError where one cannot be asked."""
     names = [name for word in words for name in word.split(",") if name]
     if not names:
-        raise UserError("--tasks: names no task.")
+        raise UserError("names no task", flag="tasks")
     for folder in folders:
         if not os.path.isdir(folder):
-            raise UserError(f"--include_path {folder}: there is no such folder.")
+            raise UserError("there is no such folder", flag="include_path", value=folder)
     loaded = {"tasks": {}, "groups": {}}
     manager = TaskManager(include_path=list(folders), include_defaults=False)
     if not all(manager.match_tasks([name]) for name in names):
@@ -207,11 +209,13 @@ def load(words, folders, lm, num_fewshot=None):
             loaded["tasks"] |= found["tasks"]
             loaded["groups"] |= found.get("groups", {})
         except UserError as e:
-            raise UserError(f"--tasks {name}: {e}.") from None
+            raise UserError(e.said, flag="tasks", value=name) from None
         except Exception as e:  # of lm_eval, of datasets, or of what the task file says
             said = f"{type(e).__name__}: {first_line(e)}"
             raise UserError(
-                f"--tasks {name}: cannot be loaded ({said}); check its file, and that its data can be reached."
+                f"cannot be loaded ({said}); check its file, and that its data can be reached",
+                flag="tasks",
+                value=name,
             ) from None
     return loaded
 
@@ -291,7 +295,7 @@ def make_task_scorer(cfg, mesh, encoding, ends=()):
     on its mesh; {} where they are not due. Raises UserError where a task cannot be asked."""
     run = cfg.run
     if encoding is None:
-        raise UserError("--tasks: the tokenizer of the shards is not known; give --tokenizer.")
+        raise UserError("the tokenizer of the shards is not known; give --tokenizer", flag="tasks")
     dp, pp, _ = run.n_device_axis
     _, M, B = val_batch_shape(cfg)
     batch_size = max(1, M * B // (dp * pp))

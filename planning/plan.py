@@ -402,7 +402,7 @@ def planned_config(flags, machine):
     run = flags.cfg.run
     if run.n_devices not in (0, machine.n):
         raise UserError(f"--n_devices {run.n_devices}: --plan {machine.name} has {machine.n}.")
-    check_place(flags.cfg.plan.plan_json, "--plan_json")
+    check_place(flags.cfg.plan.plan_json, "plan_json")
     of_weights = weights.open_weights(run.init_from)[0] if run.init_from else None
     # no cache: what was compiled for devices that are not there cannot be read back
     flags = flags.fix(n_devices=0, compilation_cache="")

@@ -343,7 +343,8 @@ def check_place(path, flag):
             at = os.path.dirname(at)
         tempfile.TemporaryFile(dir=at).close()
     except OSError as e:
-        raise UserError(f"{flag} {path}: cannot be written ({e.strerror}); give another.") from None
+        why = f"cannot be written ({e.strerror})"
+        raise UserError(why, flag=flag, value=path, remedy="give another") from None
 
 
 def check_ends(path):
@@ -375,9 +376,10 @@ def read_json(*path):
     try:
         content = {} if content is None else json.loads(content)
     except (ValueError, RecursionError) as e:
-        raise UserError(f"{path}: is not JSON ({e}); restore it.") from None
+        raise UserError(f"is not JSON ({e})", value=path, remedy="restore it") from None
     if not isinstance(content, dict):
-        raise UserError(f"{path}: holds {content!r:.40}, not a JSON object; restore it.")
+        said = f"holds {content!r:.40}, not a JSON object"
+        raise UserError(said, value=path, remedy="restore it")
     return content
 
 

@@ -256,15 +256,16 @@ def is_held(folder):
 
 
 @contextlib.contextmanager
-def alone_in(folder, flag, other):
+def alone_in(folder, flag, value, other):
     """Hold `folder`, local or remote, which is made if need be: until the end no other process gets past here for it.
     What a dead process held is taken over, without the files that it left unfinished. Yields the `Lock`.
-    flag: what named the folder, with its value; other: the flag to name another by. Raises UserError."""
+    flag, value: what named the folder; other: the flag to name another by. Raises UserError."""
 
     def in_use(holder):
         who = f"process {holder['pid']} on {holder['host']}"
         has = f"has been writing to {folder} since {holder['since']}"
-        return Unavailable(f"{flag}: {who} {has}; wait for its end, or give another {other}.")
+        remedy = f"wait for its end, or give another {{{other}}}"
+        return Unavailable(f"{who} {has}", flag=flag, value=value, remedy=remedy, **{other: None})
 
     lock = Lock(folder)
     interrupts.given_back.append(lock.release)
@@ -273,7 +274,8 @@ def alone_in(folder, flag, other):
             lock.take(in_use)
         except OSError as e:
             why = f"{folder} cannot be written ({e.strerror or e})"
-            raise UserError(f"{flag}: {why}; give a folder that can be, with room in it.") from None
+            remedy = "give a folder that can be, with room in it"
+            raise UserError(why, flag=flag, value=value, remedy=remedy) from None
         lock.confirm()  # this process may have been paused since
         if not is_remote(folder):
             remove_parts(folder)

@@ -23,12 +23,65 @@ def masked(text):
 
 
 class UserError(Exception):
-    """A mistake that the user can fix: one sentence that says what is wrong, where, and what would be right."""
+    """A mistake that the user can fix: one sentence that says what is wrong, where, and what would be right.
+
+    said: the whole sentence. Or, with any of the following, what is wrong, without a full stop:
+    flag, value: the flag that is wrong, without hyphens, and its value; a flag or a value alone will do.
+    remedy: what would do.
+    where: the file that holds the flag.
+    others: {flag: value} of the other flags that `said` and `remedy` name: as {flag} there; None: without a value.
+
+        UserError("must divide {n_head}", flag="n_kv_head", value=5, n_head=8)
+
+    reads "--n_kv_head 5: must divide --n_head 8." Where the user knows these flags by other names, such as those of a
+    file, a caller that knows them calls `renamed`; nobody rewrites the sentence.
+    """
 
     status = 2  # of a program that it ends
 
-    def __init__(self, sentence):
-        super().__init__(masked(sentence))
+    def __init__(self, said, *, flag="", value=None, remedy="", where="", **others):
+        super().__init__(said)
+        self.said = said
+        self.flag = flag
+        self.value = value
+        self.remedy = remedy
+        self.where = where
+        self.others = others
+        self.names = {}  # {flag: what its user calls it}; else --flag
+
+    def renamed(self, where="", **names):
+        """This error, with flags as their user knows them, "" where he knows none, and the file that holds them."""
+        self.names |= names
+        self.where = where or self.where
+        return self
+
+    def worded(self, flag, value):
+        """A flag and its value, as a command line or the file has them."""
+        name = self.names.get(flag, f"--{flag}")
+        if value is None or value is True:
+            return name
+        if value is False:
+            return f"--no_{flag}" if name == f"--{flag}" else f"{name} false"
+        if value == "":
+            return f"no {name}"
+        words = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        return f"{name} {words}".strip()
+
+    def with_others(self, text):
+        """`text` with each {flag} of `others` worded. What else is in braces may be a user's."""
+        for flag, value in self.others.items():
+            text = text.replace(f"{{{flag}}}", self.worded(flag, value))
+        return text
+
+    def __str__(self):
+        subject = "" if self.value is None else str(self.value)
+        if self.flag:
+            subject = self.worded(self.flag, self.value)
+        if not (self.where or subject or self.remedy):
+            return masked(self.said)
+        parts = [part for part in (self.where, subject, self.with_others(self.said)) if part]
+        remedy = f"; {self.with_others(self.remedy)}" if self.remedy else ""
+        return masked(f"{': '.join(parts)}{remedy}.")
 
 
 class Unavailable(UserError):

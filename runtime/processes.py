@@ -225,7 +225,7 @@ def alone_in_folder(run):
     """Hold the run directory for the processes of this run, by process 0, for which it yields the `locks.Lock`, for
     others None. Raises UserError on all of them."""
     with contextlib.ExitStack() as held:
-        alone = locks.alone_in(run.folder, f"--output_dir {run.output_dir}", "--name")
+        alone = locks.alone_in(run.folder, "output_dir", run.output_dir, "name")
         is_main = jax.process_index() == 0
         yield on_all(lambda: held.enter_context(alone) if is_main else None)
 

@@ -48,7 +48,9 @@ class HubTokenizer:
         try:
             self.tokenizer = tokenizers.Tokenizer.from_buffer(content)
         except Exception as e:  # the library raises no other class
-            raise UserError(f"--tokenizer {path}: is no tokenizer ({e}); copy it again.") from None
+            raise UserError(
+                f"is no tokenizer ({e}); copy it again", flag="tokenizer", value=path
+            ) from None
         self.tokenizer.encode_special_tokens = True
         # a file may ask for either, for the batches of its own model
         self.tokenizer.no_truncation()
@@ -62,8 +64,10 @@ class HubTokenizer:
         self.bos_token = self.eot_token if begin is None else begin
         if self.eot_token is None:
             raise UserError(
-                f"--tokenizer {path}: has no token {self.end}; name its eos_token in the tokenizer_config.json beside "
-                f"it."
+                f"has no token {self.end}; name its eos_token in the tokenizer_config.json beside "
+                f"it",
+                flag="tokenizer",
+                value=path,
             )
         # whatever the file says of it ("special": false): text that spells it must not split a document
         self.tokenizer.add_special_tokens([self.end])
@@ -118,13 +122,17 @@ def load_tokenizer(name):
     names = tiktoken.list_encoding_names()
     if name not in names:
         raise UserError(
-            f"--tokenizer {name}: neither a file ending in .tiktoken or .json nor one of {', '.join(names)}."
+            f"neither a file ending in .tiktoken or .json nor one of {', '.join(names)}",
+            flag="tokenizer",
+            value=name,
         )
     try:
         return tiktoken.get_encoding(name)
     except OSError as e:  # requests' errors are OSErrors too
         raise UserError(
-            f"--tokenizer {name}: cannot be fetched ({type(e).__name__}); name a folder of ranks in TIKTOKEN_CACHE_DIR."
+            f"cannot be fetched ({type(e).__name__}); name a folder of ranks in TIKTOKEN_CACHE_DIR",
+            flag="tokenizer",
+            value=name,
         ) from None
 
 
@@ -132,7 +140,7 @@ def content_of(path):
     """Bytes of a tokenizer's file, local or remote. Raises UserError."""
     content = read_file(path)
     if content is None:
-        raise UserError(f"--tokenizer {path}: there is no such file; give another.")
+        raise UserError("there is no such file; give another", flag="tokenizer", value=path)
     return content
 
 
@@ -157,12 +165,16 @@ def load_ranks(path):
         if sorted(ranks.values()) != list(range(len(ranks))):
             raise ValueError("not the ranks 0, 1, 2, ..., each once")
     except ValueError as e:
-        raise UserError(f"--tokenizer {path}: not a file of tiktoken ranks ({e}).") from None
+        raise UserError(
+            f"not a file of tiktoken ranks ({e})", flag="tokenizer", value=path
+        ) from None
     if foreign := cut_by_pattern(ranks):
         raise UserError(
-            f"--tokenizer {path}: comes from another program, and ranks do not say where that cuts text "
+            f"comes from another program, and ranks do not say where that cuts text "
             f"(data/train_tokenizer.py makes no token like {foreign[0]!r}, the first of {len(foreign):,}); give the "
-            f"tokenizer.json of its model or, of a published file, a whole copy."
+            f"tokenizer.json of its model or, of a published file, a whole copy",
+            flag="tokenizer",
+            value=path,
         )
     return tiktoken.Encoding(
         os.path.basename(path).removesuffix(".tiktoken"),
@@ -347,4 +359,4 @@ def folder_tokenizer(folder):
     try:
         return load_tokenizer(name)
     except UserError as e:  # no flag named it
-        raise UserError(str(e).removeprefix("--tokenizer ")) from None
+        raise e.renamed(tokenizer="") from None

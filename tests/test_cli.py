@@ -82,7 +82,16 @@ def test_every_flag_reaches_its_field_and_no_other(name, byte_ranks):
 
 def test_every_field_is_used():
     """Each is read in a training run, of the group that has it."""
-    folders = ("config", "architectures", "kernels", "training", "inference", "runtime", ".")
+    folders = (
+        "config",
+        "architectures",
+        "kernels",
+        "training",
+        "inference",
+        "runtime",
+        "shards",
+        ".",
+    )
     source = "".join(path.read_text() for at in folders for path in (ROOT / at).glob("*.py"))
     for group in utils.GROUPS:
         found = set(re.findall(rf"\b(?:{group}|{group[0]}|self)\.(\w+)", source))

@@ -295,7 +295,7 @@ def test_a_place_that_cannot_be_written_is_one_sentence_before_compiling(train, 
     configure_jax(utils.replace(utils.Config(), compilation_cache="/proc/cache"))
     said = capsys.readouterr().err
     assert said.startswith("warning: --compilation_cache /proc/cache/entry: cannot be written (")
-    files.check_place(str(tmp_path / "new/plan.json"), "--plan_json")
+    files.check_place(str(tmp_path / "new/plan.json"), "plan_json")
     assert not (tmp_path / "new").exists()
 
 
@@ -337,7 +337,7 @@ def test_a_file_that_may_not_be_written_is_refused(tmp_path, monkeypatch):
     }
     for path, reason in reasons.items():
         refusal(lambda: files.write_file(path, ""), f"{path} cannot be written ({reason}")
-        refusal(lambda: files.check_place(path, "--f"), f"--f {path}: cannot be written ({reason}")
+        refusal(lambda: files.check_place(path, "f"), f"--f {path}: cannot be written ({reason}")
     assert sorted(os.listdir(tmp_path)) == ["loop", "pipe", "read-only"]
 
 
@@ -350,7 +350,7 @@ def test_what_killed_writers_left_unfinished_is_removed_and_nothing_of_others(tm
         assert len(os.listdir(tmp_path)) == 4 and os.path.exists(first.name)
         first.write(b"first")
     assert files.read_file(path) == b"first"
-    with locks.alone_in(str(tmp_path), "--output x", "--output"):
+    with locks.alone_in(str(tmp_path), "output", "x", "output"):
         assert sorted(os.listdir(tmp_path)) == ["lock", "other.part", "ranks"]
 
 

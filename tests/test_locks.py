@@ -29,7 +29,7 @@ locks.BEAT = locks.LOOK = 0.1
 locks.DEAD = float(sys.argv[2])
 locks.FRESH = locks.DEAD / 2
 def main():
-    with locks.alone_in(sys.argv[1], "--output x", "--output") as held:
+    with locks.alone_in(sys.argv[1], "output", "x", "output") as held:
         print("in", flush=True)
         while True:
             held.confirm()
@@ -42,7 +42,7 @@ BOX = (
 
 
 def alone(folder):
-    return locks.alone_in(str(folder), "--output x", "--output")
+    return locks.alone_in(str(folder), "output", "x", "output")
 
 
 def hold(folder, dead=60, host=None):

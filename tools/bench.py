@@ -228,7 +228,7 @@ def parse(argv):
 def main(argv):
     """Print the rows of `measure`."""
     own, configurations = parse(argv)
-    check_place(own.json, "--json")
+    check_place(own.json, "json")
     where = machine()
     rows = measure(configurations, own.rounds, own.steps)
     first = rows[0]

@@ -278,7 +278,7 @@ def machine():
 
 def main(options):
     """Run the checks and write the page. Returns 1 where any failed, else 0."""
-    check_place(f"{options.out}/report.md", "--out")
+    check_place(f"{options.out}/report.md", "out")
     if names_in(options.out) and "verdict" not in read_json(options.out, "report.json"):
         raise UserError(f"--out {options.out}: holds files of others; give another folder.")
     platforms.find_devices()

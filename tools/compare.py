@@ -186,7 +186,7 @@ def main(options):
     output = options.output
     if not output.endswith((".png", ".svg", ".pdf")):
         raise UserError(f"--output {output}: must be a file that ends in .png, .svg or .pdf.")
-    check_place(output, "--output")
+    check_place(output, "output")
     groups = read_groups(options.runs)
     print(table(groups, options.marks, options.target))
     write_file(output, picture(groups, output[-3:]))

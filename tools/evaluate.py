@@ -32,7 +32,6 @@ from tqdm import tqdm
 
 from data.command_line import Source
 from data.encoding import count_lost, encode_text
-from data.sources.base import ADVICE
 from data.sources.kinds import find, open_source
 from data.sources.text import read_text
 from inference import weights
@@ -161,7 +160,7 @@ def main(options):
     """Print and return the results, {"data": [dicts of `evaluate`], "tasks": those of lm_eval, if asked}."""
     if not options.data and not options.tasks:
         raise UserError("--data, --tasks: give at least one of them.")
-    check_place(options.output, "--output")
+    check_place(options.output, "output")
     with Pulse("opening the model", lines=False):
         cfg, mesh, params, encoding = common.open_model(options, bool(options.tasks))
     score = functools.partial(make_scorer(cfg, mesh, options.batch_size), params)
@@ -169,8 +168,10 @@ def main(options):
         with common.memory_explained("give less --batch_size or --T"):
             data = [evaluate(options, path, cfg, encoding, score) for path in options.data]
     except UserError as e:
-        # the modules that read shards and text know them by the flags of other programs
-        raise UserError(str(e).replace("--source", "--data").replace(ADVICE, "")) from None
+        # the modules that read text know it by the flags of the programs that make shards
+        if e.flag == "source":
+            e.remedy = ""
+        raise e.renamed(source="--data") from None
     results = dict(data=data)
     tables = [table(data)] if data else []
     if options.tasks:

@@ -1,7 +1,6 @@
 """What a run builds before its loop: its data, its compiled programs and its log; and what it prints of them."""
 
 import math
-import re
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -101,7 +100,7 @@ def open_tasks(workbench, cfg, *arguments):
     try:
         return workbench.make_task_scorer(cfg, *arguments)
     except UserError as e:  # which knows the flags of tools/evaluate.py
-        raise UserError(re.sub("--(tasks|include_path)", "--eval_tasks", str(e))) from None
+        raise e.renamed(tasks="--eval_tasks", include_path="--eval_tasks") from None
 
 
 def compile_train_step(cfg, mesh, optimizer):

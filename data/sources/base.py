@@ -9,7 +9,7 @@ from data.sources.text import DAMAGE
 from runtime.files import is_remote, persist
 from runtime.messages import UserError, first_line, say_aside
 
-ADVICE = "; replace it and rerun the same command to resume, or give --skip_damaged"
+ADVICE = "replace it and rerun the same command to resume, or give --skip_damaged"
 SHOWN = 3  # warnings of one kind that are printed; the rest are counted
 shown = {}  # {kind: warnings of it that were printed}, of one source
 
@@ -76,7 +76,9 @@ class Records:
         """The UserError for an error that was raised in reading a file."""
         if isinstance(error, UserError):
             return error
-        return UserError(f"--source: {path} cannot be read ({first_line(error)}){self.advice}.")
+        return UserError(
+            f"{path} cannot be read ({first_line(error)})", flag="source", remedy=self.advice
+        )
 
     def cell(self, row, at):
         """What is in the column of a row, {column: value}: a str or None. Raises UserError where that is no text."""
@@ -89,7 +91,7 @@ class Records:
             has = f"holds {row[self.column]!r:.40} in its column {self.column}, which is no text"
         else:
             return row[self.column]
-        raise UserError(f"--source: {at} {has}.")
+        raise UserError(f"{at} {has}", flag="source")
 
     def damaged(self, error, count):
         """Warn of `error`, a UserError, and count what is lost by a Document; raise it without --skip_damaged."""
@@ -174,7 +176,10 @@ class Source:
                 yield lost
         if not is_reached:
             raise UserError(
-                f"--source: {path} has changed since it was read; restore it, or give another --output."
+                f"{path} has changed since it was read",
+                flag="source",
+                remedy="restore it, or give another {output}",
+                output=None,
             )
 
     def _stand_at(self, documents, done, file, line, crc32):

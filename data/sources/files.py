@@ -16,7 +16,7 @@ def walk(root, leave_out=()):
     symlinked, of which the last are warned of. Raises UserError where a folder cannot be read."""
 
     def stop(e):
-        raise UserError(f"--source: {e.filename} cannot be read ({e.strerror}).")
+        raise UserError(f"{e.filename} cannot be read ({e.strerror})", flag="source")
 
     paths, links = [], []
     for folder, subfolders, files in os.walk(root, onerror=stop):

@@ -22,8 +22,10 @@ def find_dataset(args):
             infos = list(pool.map(fs.info, urls))
     except Exception as e:  # of the network, of datasets' builders: there is no common class
         raise UserError(
-            f"--source {name}: there is no such file or folder, nor a dataset of the hub with --config {args.config} "
-            f"and --split {split} ({first_line(e)})."
+            f"there is no such file or folder, nor a dataset of the hub with --config {args.config} "
+            f"and --split {split} ({first_line(e)})",
+            flag="source",
+            value=name,
         ) from None
     files = {fs._strip_protocol(url): info["size"] for url, info in zip(urls, infos)}
     return fs, files, {"config": args.config, "split": split, "revision": revision}

@@ -24,5 +24,5 @@ class Lines(Records):
         except UserError as e:
             error = e
         except (ValueError, TypeError, RecursionError) as e:
-            error = UserError(f"--source: {at} is not a JSON object ({e}){self.advice}.")
+            error = UserError(f"{at} is not a JSON object ({e})", flag="source", remedy=self.advice)
         return self.damaged(error, "damaged_records")

@@ -70,7 +70,7 @@ def open_source(args):
     try:
         fs, root, found = persist(lambda: find(source), source)
     except (OSError, ValueError, ImportError) as e:
-        raise UserError(f"--source {source}: cannot be read ({first_line(e)}).") from None
+        raise UserError(f"cannot be read ({first_line(e)})", flag="source", value=source) from None
     is_local = isinstance(fs, LocalFileSystem)
     if not found and re.fullmatch(r"[\w.-]+/[\w.-]+", source) and not os.path.isdir(source):
         return open_dataset(args)
@@ -87,8 +87,10 @@ def open_source(args):
     if found:
         what = f"{many(len(found), 'file')} there, none ending in {ENDINGS}, which alone are read from there"
     raise UserError(
-        f"--source {source}: {what}; give a text file or a folder or quoted glob of them on this machine, a file, a "
-        f"folder or a quoted glob of {ENDINGS}, a dataset of the Hugging Face hub as ORGANISATION/NAME, or stdlib."
+        f"{what}; give a text file or a folder or quoted glob of them on this machine, a file, a "
+        f"folder or a quoted glob of {ENDINGS}, a dataset of the Hugging Face hub as ORGANISATION/NAME, or stdlib",
+        flag="source",
+        value=source,
     )
 
 
@@ -126,8 +128,9 @@ def records_in(contents, sizes, args):
     for path, held in contents.items():
         if held.kind == "web archive":
             raise UserError(
-                f"--source: {path} is a web archive (WARC); write its texts as lines of JSON (.jsonl), as by warcio or "
-                "trafilatura, and give these."
+                f"{path} is a web archive (WARC); write its texts as lines of JSON (.jsonl), as by warcio or "
+                "trafilatura, and give these",
+                flag="source",
             )
         has_text = held.columns is None or held.kind == "lines" or args.text_column in held.columns
         if held.kind in KINDS and has_text and not (held.is_object and code):
@@ -141,8 +144,10 @@ def records_in(contents, sizes, args):
         columns = ", ".join(contents[others[0]].columns)
         has = f"only {columns}" if columns else "as it holds no JSON objects with that column"
         raise UserError(
-            f"--source {args.source}: {others[0]} has no column {args.text_column}, {has}; name that of the text by "
-            f"--text_column, or move the file away."
+            f"{others[0]} has no column {args.text_column}, {has}; name that of the text by "
+            f"--text_column, or move the file away",
+            flag="source",
+            value=args.source,
         )
     return records, others
 
@@ -201,9 +206,11 @@ def open_remote_text(args, file):
         raise not_text(args.source)
     try:
         content = read_file(args.source) or b""
-        text = content_of(io.BytesIO(content), args.source, "; split it")
+        text = content_of(io.BytesIO(content), args.source, "split it")
     except DAMAGE as e:
-        raise UserError(f"--source {args.source}: cannot be read ({first_line(e)}).") from None
+        raise UserError(
+            f"cannot be read ({first_line(e)})", flag="source", value=args.source
+        ) from None
     return Source([Document(path, size=len(content), text=text)], [], args.skip_damaged)
 
 
@@ -217,7 +224,7 @@ def only_binary(source, paths):
         what = f"none of its {len(paths):,} files is text ({endings}); give text"
     if re.search(r"\.(npy|bin)\b", endings):
         what += "; token ids are no text: main.py reads them from .npy files in --data X, in folders X/train and X/val"
-    return UserError(f"--source {source}: {what}.")
+    return UserError(what, flag="source", value=source)
 
 
 def open_dataset(args):
@@ -227,7 +234,9 @@ def open_dataset(args):
     records, _ = records_in(contents, files, args)
     if others := files.keys() - records.keys():
         raise UserError(
-            f"--source {args.source}: {min(others)} holds no records; only those are read from the hub."
+            f"{min(others)} holds no records; only those are read from the hub",
+            flag="source",
+            value=args.source,
         )
     source = Source([], readers(args, fs, files, records), args.skip_damaged)
     source.identity = identity | {"text_column": args.text_column}

@@ -50,7 +50,7 @@ class Tables(Records):
             if str(kind) in TEXT_TYPES:
                 return None
             has = f"holds {kind} in its column {self.column}, which is no text"
-        return UserError(f"--source: {path} {has}.")
+        return UserError(f"{path} {has}", flag="source")
 
     def entries(self, path):
         if self.errors[path]:

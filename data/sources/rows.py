@@ -25,7 +25,7 @@ def table(stream, path):
             None, csv.reader(lines(stream), delimiter=delimiter_of(path), strict=True)
         )
     except csv.Error as e:
-        raise UserError(f"--source: {path} cannot be read ({e}).") from None
+        raise UserError(f"{path} cannot be read ({e})", flag="source") from None
 
 
 class Rows(Records):
@@ -43,7 +43,9 @@ class Rows(Records):
         try:
             if len(row) != len(names):
                 raise UserError(
-                    f"--source: {at} has {len(row)} cells and the first row names {len(names)} columns{self.advice}."
+                    f"{at} has {len(row)} cells and the first row names {len(names)} columns",
+                    flag="source",
+                    remedy=self.advice,
                 )
             return self.cell(dict(zip(names, row)), at)
         except UserError as e:

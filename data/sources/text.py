@@ -33,7 +33,7 @@ CONTROLS = bytes({*range(32), 127} - {8, 9, 10, 11, 12, 13, 27})
 def check_length(size, what, advice=""):
     """Raises UserError where `what`, a document of `size` bytes, is longer than LONGEST."""
     if size > LONGEST:
-        raise UserError(f"--source: {what} is longer than {LONGEST:,} bytes{advice}.")
+        raise UserError(f"{what} is longer than {LONGEST:,} bytes", flag="source", remedy=advice)
 
 
 def zstd_window(header):
@@ -110,7 +110,7 @@ def lines(stream):
 
 def content_of(raw, path, advice):
     """The whole text of an open file, bytes that are not UTF-8 as lone surrogates. Raises UserError where that is too
-    long, which `advice` ends, or one of DAMAGE."""
+    long, with `advice` as its remedy, or one of DAMAGE."""
     content = decompressed(raw, path).read(LONGEST + 1)
     check_length(len(content), path, advice)
     return "".join(lines(io.BufferedReader(io.BytesIO(content))))
@@ -140,7 +140,7 @@ def is_garbled(content):
 
 def not_text(path):
     """The UserError for a file that is garbled."""
-    return UserError(f"--source {path}: is not UTF-8 text; convert it (iconv -t utf-8).")
+    return UserError("is not UTF-8 text; convert it (iconv -t utf-8)", flag="source", value=path)
 
 
 def read_text(document):
@@ -156,8 +156,10 @@ def read_text(document):
                 raw.seek(document.start)
                 content = raw.read(min(document.size, LONGEST + 1))
     except DAMAGE as e:
-        raise UserError(f"--source: {document.path} cannot be read ({first_line(e)}).") from None
-    check_length(len(content), document.path, "; split it")
+        raise UserError(
+            f"{document.path} cannot be read ({first_line(e)})", flag="source"
+        ) from None
+    check_length(len(content), document.path, "split it")
     if not document.is_known and is_garbled(content):
         raise not_text(document.path)
     return decode(content)

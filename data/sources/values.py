@@ -40,7 +40,9 @@ class Values(Records):
         try:
             objects = list(objects_in(values_in(content)))
         except (ValueError, RecursionError) as e:
-            raise UserError(f"--source: {path} is not JSON ({e}){self.advice}.") from None
+            raise UserError(
+                f"{path} is not JSON ({e})", flag="source", remedy=self.advice
+            ) from None
         for i, value in enumerate(objects, 1):
             yield (
                 i,

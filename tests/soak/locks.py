@@ -323,7 +323,7 @@ def contend(world, process, folder):
     for _ in range(process.tries):
         process.begins = world.clock
         try:
-            with locks.alone_in(folder, "--output x", "--output") as held:
+            with locks.alone_in(folder, "output", "x", "output") as held:
                 hold(world, process, held)
             process.how = "done"
             break
