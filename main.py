@@ -23,9 +23,7 @@ def cli():
     flags = one_sentence(lambda: command_line.parse(sys.argv[1:]))
     if flags.cfg.plan.plan:
         platforms.use_no_device()
-        from planning import plan
-
-        interrupts.run(lambda: plan.main(flags))  # does not return
+        interrupts.run(lambda: workbench().plan(flags))  # does not return
     n_processes = one_sentence(lambda: command_line.check_processes(flags))
     platforms.set_xla_flags(flags.cfg.run.n_devices, n_processes)
     pulse = Pulse("starting")
@@ -35,28 +33,42 @@ def cli():
 
 
 def workbench():
-    """What a run takes from the workbench, as train.py: Workbench lists it. The core imports the workbench here and in
-    `cli`, for --plan, and nowhere else."""
-    from hf.registry import format_to_export
-    from inference import weights
-    from inference.sampling import make_sampler
-    from planning import plans_of_runs
-    from train import Workbench
+    """What a run takes from the workbench. No other part of the core imports it, which a test checks; a program without
+    a function in here lacks what that function brings, and is otherwise the same."""
+    from training.workbench import Workbench
+
+    def plan(flags):
+        from planning import plan
+
+        return plan.main(flags)
+
+    def weights():
+        from inference import weights
+
+        return weights
+
+    def plans_of_runs():
+        from planning import plans_of_runs
+
+        return plans_of_runs
+
+    def make_sampler(*arguments):
+        from inference import sampling
+
+        return sampling.make_sampler(*arguments)
 
     def make_task_scorer(*arguments):
-        from inference import (
-            tasks,  # here: it imports lm_eval, which takes seconds and may be missing
-        )
+        from inference import tasks  # imports lm_eval, which takes seconds and may be missing
 
         return tasks.make_task_scorer(*arguments)
 
-    return Workbench(
-        weights=weights,
-        make_sampler=make_sampler,
-        make_task_scorer=make_task_scorer,
-        plans=plans_of_runs,
-        format_to_export=format_to_export,
-    )
+    def format_to_export(architecture):
+        from hf import registry
+
+        return registry.format_to_export(architecture)
+
+    parts = plan, weights, plans_of_runs, make_sampler, make_task_scorer, format_to_export
+    return Workbench(*parts)
 
 
 if __name__ == "__main__":

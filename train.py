@@ -52,18 +52,6 @@ from training.sizes import batch_shape, tokens_per_step
 from training.train_step import as_row
 
 
-class Workbench(NamedTuple):
-    """What a run takes from beyond the core; main.py: workbench makes it."""
-
-    weights: Any  # inference/weights.py: the weights of --init_from
-    make_sampler: Callable  # (cfg, mesh, encoding, ends) -> sample(params) -> texts
-    make_task_scorer: Callable  # the same -> score(params, step, last, phases) -> {name: number}, for --eval_tasks
-    plans: Any  # planning/plans_of_runs.py: the memory and the speed that are expected
-    format_to_export: (
-        Callable  # (name of an architecture); raises UserError where it cannot be exported
-    )
-
-
 def run(flags, workbench, pulse=None):
     """`start`, together with the other processes of the run; returns its exit status."""
     interrupts.watch(lambda number: interrupts.end(128 + number, interrupts.words))
@@ -114,7 +102,7 @@ class Opened(NamedTuple):
 
 def open_and_settle(flags, workbench, lock):
     """(the final configuration, `Opened`)."""
-    asked, weights = flags.cfg, workbench.weights
+    asked, weights = flags.cfg, workbench.weights()
     source = asked.run.init_from
     of_weights = load_weights = None
     if source:
@@ -126,7 +114,7 @@ def open_and_settle(flags, workbench, lock):
     encoding = encoding_of(shards, asked.data.tokenizer)
     flags = suit_prompt(flags, shards, encoding)
     kind = jax.devices()[0].device_kind
-    n, share = jax.device_count(), workbench.plans.memory_share()
+    n, share = jax.device_count(), workbench.plans_of_runs().memory_share()
     cfg = settle.settle(flags, n, of_weights, stored, shards, encoding, kind, share)
     if of_weights:
         most = weights.positions(source, of_weights["T"])
@@ -176,7 +164,7 @@ class Now:
     faults: dict | None = None  # of the `BadSteps` when the state was saved
     batches: Any = None  # `Prefetch` of the batches of the next steps
     launched: tuple | None = (
-        None  # of the newest step, until `finish_step`: (step, sequences, metrics, data wait)
+        None  # (step, sequences, metrics, data wait) until `finish_step` reads it
     )
     row: dict | None = None  # its metrics, read and not logged yet
     val_loss: float | None = None  # held-out loss after this step; None: not evaluated
@@ -192,7 +180,8 @@ class Now:
 def train(cfg, opened, workbench, goodput, pulse):
     """Train with a settled configuration, in a run directory that is this run's alone. Returns the exit status."""
     began = time.time()
-    explained = functools.partial(memory.explained, cfg, workbench.plans.out_of_memory)
+    plans = workbench.plans_of_runs()
+    explained = functools.partial(memory.explained, cfg, plans.out_of_memory)
 
     # --- Data
     data = open_data(cfg, opened)
@@ -224,7 +213,7 @@ def train(cfg, opened, workbench, goodput, pulse):
     # --- Log
     log, overfitting = open_log(cfg, now.step, goodput, checkpoints)
     processes.on_main_process(lambda: write_config(log, data, opened.ends))
-    planned = write_plan(cfg, log, workbench.plans)
+    planned = write_plan(cfg, log, plans)
 
     # --- Loop
     run = Run(
@@ -286,8 +275,27 @@ def loop(run, now):
             error = now.batches.error(min(2, jax.process_count()))
             stop = run.interrupt.agreed(error)  # a later signal belongs to the next step
             due = due_after(now.step, cfg.run, stop)
-            if any(due):
-                after_step(run, now, due, stop)
+            if not any(due):
+                continue
+
+            now.row = finish_step(run, now)
+            if due.evaluation:
+                with run.phases("evaluation", now.step):
+                    evaluate(run, now)
+            log_row(run, now, now.row)
+            if due.evaluation or stop:
+                run.log.flush()
+
+            last = now.step == cfg.run.training_steps
+            if run.bad_steps.in_progress and not last:
+                # Between bad steps a regular checkpoint could displace the one that a rollback needs.
+                due = due._replace(checkpoint=bool(stop), samples=False)
+            if due.checkpoint:
+                save(run, now, waits=stop or last)
+            if due.samples:
+                with run.phases("sampling", now.step):
+                    sample(run, now)
+            run.pace.resume(now.batches.waited)
         if stop >= run.interrupt.FAILED:
             raise processes.failure(stop - run.interrupt.FAILED, error)
         if stop:
@@ -349,29 +357,6 @@ def finish_step(run, now):
     return row
 
 
-def after_step(run, now, due, stop):
-    """Do what is due after a step: evaluate, log, save, sample."""
-    now.row = finish_step(run, now)
-    if due.evaluation:
-        with run.phases("evaluation", now.step):
-            evaluate(run, now)
-    log_row(run, now, now.row)
-    if due.evaluation or stop:
-        run.log.flush()
-    last = now.step == run.cfg.run.training_steps
-    if run.bad_steps.in_progress and not last:
-        # Between bad steps a regular checkpoint could displace the one that a rollback needs.
-        due = due._replace(checkpoint=bool(stop), samples=False)
-    if due.checkpoint:
-        save(run, now, waits=stop or last)
-    if due.samples:
-        with run.phases("sampling", now.step):
-            now.texts = run.programs.sample(now.state.params)
-            if now.texts:
-                run.log.text(now.step, now.texts)
-    run.pace.resume(now.batches.waited)
-
-
 def evaluate(run, now):
     """Add the held-out loss, and scores of tasks where these are due, to the row of the step; print the line."""
     programs, params = run.programs, now.state.params
@@ -380,6 +365,13 @@ def evaluate(run, now):
     run.progress.print(now.row, run.pace, run.checkpoints.on_disk)
     last = now.step == run.cfg.run.training_steps
     now.row |= programs.score_tasks(params, now.step, last, run.phases)
+
+
+def sample(run, now):
+    """Draw samples, and log them."""
+    now.texts = run.programs.sample(now.state.params)
+    if now.texts:
+        run.log.text(now.step, now.texts)
 
 
 def log_row(run, now, row):
