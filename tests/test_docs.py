@@ -236,16 +236,21 @@ def test_the_curves_of_rates_are_those_of_the_log():
     assert len(losses) > 20 and all(f"{loss:.3f}" in text for loss in losses)
 
 
-def imported(path, modules):
+def imported(tree, modules):
     """The `modules` that the statements of a file import. `from package import module` imports the module."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             inner = {f"{node.module}.{alias.name}" for alias in node.names}
             names |= inner & modules or {node.module}
     return names & modules
+
+
+def tree_of(path):
+    """The parsed file of the repository."""
+    return ast.parse((ROOT / path).read_text())
 
 
 def position(arrow, module):
@@ -258,11 +263,17 @@ def test_imports_go_one_way_and_in_no_circle():
         path for path in files_of_repository("*.py") if not path.startswith(("tests/", "dev/"))
     ]
     names = [re.sub(r"(\.__init__)?\.py$", "", path.replace("/", ".")) for path in paths]
-    graph = {name: imported(ROOT / path, {*names}) - {name} for name, path in zip(names, paths)}
+    graph = {name: imported(tree_of(path), {*names}) - {name} for name, path in zip(names, paths)}
     graphlib.TopologicalSorter(graph).prepare()  # fails at a circle
     # a package, or a module that is named, may import what is left of it in this arrow
     drawn = re.search(r"^```\n(.*?◄.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.M | re.S)
     arrow = [name.strip() for name in drawn[1].split("◄")]
+    core = {name for name in graph if position(arrow, name) <= arrow.index("train")}
+    # main.py, which belongs to the core, imports the workbench in one function alone
+    whole = tree_of("main.py")
+    rest = [node for node in whole.body if getattr(node, "name", "") != "workbench"]
+    assert len(rest) == len(whole.body) - 1
+    assert imported(ast.Module(rest, []), {*names}) <= core < {*names}
     for module, others in graph.items():
         for other in others:
             assert position(arrow, other) <= position(arrow, module), (module, other)
