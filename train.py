@@ -21,6 +21,12 @@ import utils
 from config import command_line, settle
 from config.presets import preset
 from dataset import Prefetch, put_batch
+from logs.ending import best_in_words, tell_end
+from logs.meter import Goodput, Pace
+from logs.overfitting import Overfitting
+from logs.phases import Phases
+from logs.profiling import Profile
+from logs.runlog import Progress
 from runtime import files, interrupts, processes
 from runtime.files import check_run_path, is_remote
 from runtime.jax_setup import configure_jax, set_precision
@@ -30,14 +36,8 @@ from shards.listing import encoding_of, manifests, opening_of
 from training import memory
 from training.bad_steps import BadSteps
 from training.device_mesh import make_mesh
-from training.ending import best_in_words, tell_end
-from training.meter import Goodput, Pace
 from training.optimizer import make_optimizer
-from training.overfitting import Overfitting
-from training.phases import Phases
-from training.profiling import Profile
 from training.run_checkpoints import RunCheckpoints
-from training.runlog import Progress
 from training.setup import (
     Data,
     Programs,
@@ -81,9 +81,7 @@ def start(flags, workbench, began=None, pulse=None):
         processes.on_all(lambda: check_run_path(asked.run.folder, "--output_dir"))
         configure_jax(asked)
         # its package may be missing
-        processes.on_main_process(
-            lambda: asked.run.tensorboard and import_module("training.events")
-        )
+        processes.on_main_process(lambda: asked.run.tensorboard and import_module("logs.events"))
         with processes.alone_in_folder(asked.run) as lock:
             cfg, opened = open_and_settle(flags, workbench, lock)
             set_precision(cfg)

@@ -10,13 +10,13 @@ import jax
 import utils
 from config import settle
 from hf import hub, pretrained
+from logs.overfitting import overfit
+from logs.rows import read_rows
 from runtime.files import is_remote, read_json
 from runtime.messages import UserError, nearest, say_aside, warn
 from runtime.processes import on_all
 from shards import tokenization
 from training.checkpointing import Checkpoints
-from training.overfitting import overfit
-from training.rows import read_rows
 
 
 def open_weights(folder):

@@ -13,9 +13,9 @@ from test_resume import TINY, checkpoint_of
 from config import settle
 from data.own_text import How, corpus_of
 from inference import weights
+from logs.overfitting import HELD_OUT, TRAINING, Overfit, Overfitting, overfit
 from tools import common
 from training.device_mesh import make_mesh
-from training.overfitting import HELD_OUT, TRAINING, Overfit, Overfitting, overfit
 from training.train_state import abstract_params
 
 EVERY = 20  # steps between evaluations

@@ -17,10 +17,10 @@ from test_overfitting import FALLING as WORSE_TRAINING
 from test_overfitting import FOUND, WORSE, rows_of
 from test_tools import make_run
 
+from logs import rows
+from logs.overfitting import TRAINING
 from runtime.files import to_json
 from runtime.outbox import Outbox
-from training import rows
-from training.overfitting import TRAINING
 
 uvicorn = pytest.importorskip("uvicorn", reason="bash setup_tpu.sh page")
 

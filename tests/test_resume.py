@@ -14,9 +14,9 @@ from conftest import ROOT, SMALL_GPT2, flags_of, given, refusal, small_config, w
 
 import train as training_program
 from inference import weights
-from training import meter
+from logs import meter
+from logs.rows import read_rows
 from training.device_mesh import make_mesh
-from training.rows import read_rows
 from training.train_state import abstract_params
 
 TINY = {**SMALL_GPT2, "blocks": 1, "model_dimension": 16, "ffn_dim": 32, "T": 16}

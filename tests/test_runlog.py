@@ -22,9 +22,9 @@ from test_resume import TINY
 import utils
 from config import settle
 from config.presets import preset
+from logs import meter, rows, runlog
 from planning import machines, plan, plans_of_runs
 from runtime import chips, files, outbox
-from training import meter, rows, runlog
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_tensorboard_reads_from_a_bucket_what_was_uploaded(
     bucket, tmp_path, accumulator, monkeypatch
 ):
     """In files of which each is uploaded few times."""
-    from training import events
+    from logs import events
 
     monkeypatch.setattr(events, "LARGE", 200)
     address, fs, _ = bucket

@@ -14,9 +14,9 @@ import main
 import train as training_program
 import utils
 from config import presets, settle
+from logs import profiling
 from planning import costs, plan
 from tools import trace
-from training import profiling
 
 
 @pytest.fixture(scope="module")

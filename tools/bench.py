@@ -44,8 +44,8 @@ def prepare(cfg):
     import jax
 
     import model
+    from logs import profiling
     from runtime.jax_setup import configure_jax
-    from training import profiling
     from training.device_mesh import make_mesh
     from training.optimizer import hyperparameters, make_optimizer
     from training.sizes import tokens_per_step

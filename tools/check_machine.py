@@ -50,11 +50,11 @@ import model
 from config import command_line, settle
 from config.presets import PRESETS, preset
 from kernels import attention
+from logs.profiling import Profile
 from planning import plan
 from tools import machine_checks as checks
 from tools import trace
 from tools.machine_checks import Skipped, Wrong
-from training.profiling import Profile
 
 PACKAGES = "jax jaxlib jax-cuda12-plugin jax-cuda13-plugin nvidia-nccl-cu12 libtpu"
 LATEST = {"model": 0.5, "flag": 0.8}  # share of --minutes after which no such check begins

@@ -23,10 +23,10 @@ import model
 import utils
 from config import settle
 from config.parser import argument
+from logs.rows import read_rows
 from runtime.files import check_place, read_json, write_file
 from runtime.messages import UserError, short, warn
 from tools import common
-from training.rows import read_rows
 from training.sizes import tokens_per_step
 
 

@@ -4,9 +4,9 @@ import os
 
 import utils
 from config import settle
+from logs.rows import read_rows
 from runtime.files import read_json
 from tools import common
-from training.rows import read_rows
 from training.sizes import tokens_per_step
 
 UNKNOWN = "These weights were imported; how they were trained is not known here."

@@ -30,15 +30,15 @@ import utils
 from config.parser import argument, flag
 from config.program import read_flags
 from config.settle import SPLIT, checkpoint_steps
+from logs.meter import spent_in
+from logs.overfitting import evaluations, overfit_in
+from logs.rows import NAME, PARTS, join_rows, parts_in, read_files, rows_in
+from logs.runlog import SAMPLES, end_of
 from runtime import platforms
 from runtime.files import ask, check_ends, filesystem, is_remote, read_file, read_json, to_json
 from runtime.locks import LOCK, is_held
 from runtime.messages import UserError, duration, first_line, one_sentence
 from tools import common
-from training.meter import spent_in
-from training.overfitting import evaluations, overfit_in
-from training.rows import NAME, PARTS, join_rows, parts_in, read_files, rows_in
-from training.runlog import SAMPLES, end_of
 
 PACKAGES = "starlette", "uvicorn", "pydantic", "plotly"
 

@@ -24,12 +24,12 @@ from jax.profiler import ProfileData
 import collectives
 from config import settle
 from config.parser import argument
+from logs import profiling
 from planning import hlo, machines, plan
 from runtime import chips
 from runtime.files import names_in, read_file, read_json
 from runtime.messages import UserError, size
 from tools import common
-from training import profiling
 
 
 @dataclass(frozen=True)

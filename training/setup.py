@@ -9,15 +9,15 @@ import jax
 
 import utils
 from config import command_line, settle
+from logs import profiling
+from logs.overfitting import Overfitting
+from logs.runlog import NoLog, RunLog
 from runtime import chips, processes
 from runtime.messages import UserError, duration, say
 from shards.mixture import Mixture, data_fingerprint
 from shards.tokenization import keep_tokenizer
-from training import profiling
 from training.evaluation import make_evaluate
 from training.optimizer import hyperparameters
-from training.overfitting import Overfitting
-from training.runlog import NoLog, RunLog
 from training.sizes import batch_shape, count_in_words, tokens_in_words
 from training.train_state import abstract_state
 from training.train_step import lower_train_step

@@ -251,7 +251,7 @@ read_program() {
   while read -r name; do
     case $name in
       tests/* | tools/* | docs/*) continue ;; # main.py's flags are parsed without them
-      *.py | runtime/*.txt) text=$(git show "$COMMIT:$name") ;;
+      *.py | config/*.txt) text=$(git show "$COMMIT:$name") ;;
       *.json | *.tiktoken) text= ;;
       *) continue ;;
     esac

@@ -8,10 +8,10 @@ import secrets
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+from logs import rows
 from runtime.files import is_remote, read_file, to_json, write_file
 from runtime.messages import UserError, duration, first_line, say, warn
 from runtime.outbox import Outbox, attempt
-from training import rows
 from utils import flatten
 
 UNWRITTEN = "the run's log could not be written"
