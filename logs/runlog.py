@@ -128,7 +128,7 @@ class RunLog:
         texts = (read_file(self.path("samples.txt")) or b"").decode(errors="replace")
         self.samples = {int(n): text for n, text in SAMPLES.findall(texts) if int(n) <= step}
         if self.cfg.run.tensorboard:
-            from training import events  # here: it imports tensorboard
+            from logs import events  # here: it imports tensorboard
 
             self.events = events.EventFile(self.folder, kept, self.outbox)
         if self.cfg.run.wandb:
