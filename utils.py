@@ -21,7 +21,7 @@ class Model:
     """The architecture and its sizes. The defaults are of DeepSeek-V3's blocks (arXiv:2412.19437, section 2.1)."""
 
     architecture: str = flag("deepseek", on_resume="kept")
-    """Family of the layers: deepseek, gpt2, qwen3 or another file of architectures/."""
+    """Family of the layers: the name of a file of architectures/, such as deepseek or gpt2."""
     model_dimension: int = flag(768, on_resume="kept", least=1, most=WIDE)
     """Width D of the residual stream, in channels."""
     vocab_size: int = flag(100277, on_resume="kept", least=2, most=VOCABULARY)

@@ -56,7 +56,7 @@ import main
 import model
 import train as training_program
 import utils
-from architectures import flags_without_choice, parameters
+from architectures import parameters
 from config import parser, presets, settle
 from runtime import messages
 from shards import manifest, published, storage, tokenization
@@ -80,16 +80,6 @@ SMALL = given("""
 """)
 # for runs that are looked at for their files and processes: one kind of layers compiles in two thirds of the time
 SMALL_RUN = SMALL | dict(layers_per_block=1)
-# Other architectures in the same size: nothing of SMALL that they have no use for
-SMALL_DEEPSEEK = given("""
-    --no_embedding_norm --embedding_conv 0 --latent_conv 0 --first_layers 1 --layers_per_block 1 --no_tied --head_dim 12
-    --q_latent_dim 10 --experts_per_token 3 --n_groups 4 --k_groups 2 --routed_scaling 2.5
-""")
-SMALL_GPT2 = flags_without_choice("gpt2") | given("--blocks 4 --ffn_dim 72 --embedding_lr 1")
-QWEN3_SIZES = given("--n_kv_head 4 --n_head 8 --head_dim 12 --rope_base 3e4")
-SMALL_QWEN3 = flags_without_choice("qwen3") | QWEN3_SIZES
-# One small model of each architecture: tests of parity, decoding, plan and export take all of them.
-ARCHITECTURES = {"deepseek": SMALL_DEEPSEEK, "gpt2": SMALL_GPT2, "qwen3": SMALL_QWEN3}
 # Workers take whole files, whose tests share what they compile, and begin with the longest ones.
 LONGEST = "memory docs muon trace resume faults storage model cluster parity".split()
 

@@ -7,7 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, SMALL, SMALL_GPT2, flags_of, refusal
+from conftest import ROOT, SMALL, flags_of, refusal
+from families import SMALL_GPT2
 
 from tools import bench
 

@@ -17,7 +17,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import ARCHITECTURES, BYTE_RANKS, ROOT, SMALL, flags_of, refusal, small_config
+from conftest import BYTE_RANKS, ROOT, SMALL, flags_of, refusal, small_config
+from families import ARCHITECTURES
 
 import architectures
 import utils

@@ -13,7 +13,8 @@ import fsspec
 import jax
 import numpy as np
 import pytest
-from conftest import BYTE_RANKS, SMALL_GPT2, describe, refusal, small_config, small_tokenizer
+from conftest import BYTE_RANKS, describe, refusal, small_config, small_tokenizer
+from families import SMALL_GPT2
 
 import dataset
 from collectives import BATCH_SPEC

@@ -6,7 +6,8 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
-from conftest import ARCHITECTURES, refusal
+from conftest import refusal
+from families import ARCHITECTURES
 from huggingface_hub import constants
 from test_hf import exported_run, params_of, same
 

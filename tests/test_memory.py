@@ -4,7 +4,8 @@ import re
 
 import jax
 import pytest
-from conftest import SMALL_GPT2, refusal, small_config
+from conftest import refusal, small_config
+from families import SMALL_GPT2
 
 from planning import machines, plan
 from training import setup

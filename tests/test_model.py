@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ARCHITECTURES, batch_of, furthest, make_params, small_config, steps_of
+from conftest import batch_of, furthest, make_params, small_config, steps_of
+from families import ARCHITECTURES
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 from jax.sharding import PartitionSpec as P
 

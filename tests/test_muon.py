@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import SMALL_GPT2, SMALL_QWEN3, furthest, small_config
+from conftest import furthest, small_config
+from families import SMALL_GPT2, SMALL_QWEN3
 from test_parity import assert_same, first_params, on_one_device, spread
 
 import model

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ARCHITECTURES, batch_of, furthest, given, make_params, small_config, steps_of
+from conftest import batch_of, furthest, given, make_params, small_config, steps_of
+from families import ARCHITECTURES
 
 import model
 from architectures import parameters

@@ -10,7 +10,8 @@ from unittest import mock
 import jax
 import optax
 import pytest
-from conftest import ARCHITECTURES, ROOT, flags_of, given, refusal, small_config
+from conftest import ROOT, flags_of, given, refusal, small_config
+from families import ARCHITECTURES, FAMILIES
 
 import model
 import utils
@@ -26,8 +27,6 @@ tpu_compiler = pytest.mark.skipif(no_tpu_compiler, reason='pip install "jax[tpu]
 gpu_compiler = pytest.mark.skipif(not gpus.has_compiler(), reason="pyproject.toml's plan-gpu")
 SHORT = given("--blocks 2 --layers_per_block 1 --optimizer adamw")
 GPT2 = ARCHITECTURES["gpt2"] | SHORT
-QWEN3 = ARCHITECTURES["qwen3"] | SHORT
-DEEPSEEK = ARCHITECTURES["deepseek"] | given("--capacity_factor 1.5 --blocks 2")
 ACCUMULATED = given("--accumulation_steps 2 --train_batch_size 16 --blocks 4 --fsdp full")
 MEGATRON = given("--sequence_parallel megatron --fsdp none --remat dots")
 MUON = given("--fsdp full --layers_per_block 2 --n_shared 0 --optimizer muon")
@@ -37,12 +36,9 @@ CONFIGURATIONS = [
     ((8, 1, 1), SHORT | MUON),
     ((1, 2, 4), SHORT | ACCUMULATED | given("--remat none")),
     ((2, 1, 4), SHORT | BUCKETS),
-    ((2, 2, 2), DEEPSEEK),
     ((2, 1, 4), SHORT | MEGATRON),
-    ((2, 2, 2), GPT2 | MEGATRON),
-    ((1, 2, 4), QWEN3 | MEGATRON),
 ]
-assert {"deepseek", "gpt2", "qwen3"} == ARCHITECTURES.keys(), "a new one belongs above and below"
+CONFIGURATIONS += [(family.plan_mesh, family.small | family.plan) for family in FAMILIES.values()]
 OF_TPUS = given("--T 512 --model_dimension 256 --model_dtype bfloat16")
 # one sequence a microbatch, grouped keys
 GROUPED = given("--head_dim 64 --attention auto --train_batch_size 4")

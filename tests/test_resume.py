@@ -10,7 +10,8 @@ import sys
 
 import jax
 import numpy as np
-from conftest import ROOT, SMALL_GPT2, flags_of, given, refusal, small_config, wait_for
+from conftest import ROOT, flags_of, given, refusal, small_config, wait_for
+from families import SMALL_GPT2
 
 import train as training_program
 from inference import weights

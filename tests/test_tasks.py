@@ -10,7 +10,8 @@ import jax
 import numpy as np
 import pytest
 import tokenizers
-from conftest import ROOT, SMALL_GPT2, flags_of, given, random_transformer, refusal, small_config
+from conftest import ROOT, flags_of, given, random_transformer, refusal, small_config
+from families import SMALL_GPT2
 from safetensors.numpy import load_file
 from test_cluster import free_port, start_main
 from test_resume import assert_bitwise, checkpoint_of, metrics_of

@@ -13,7 +13,8 @@ from collections import Counter, deque
 import jax
 import numpy as np
 import pytest
-from conftest import BYTE_RANKS, ROOT, SMALL_GPT2, describe, make_params, refusal, small_config
+from conftest import BYTE_RANKS, ROOT, describe, make_params, refusal, small_config
+from families import SMALL_GPT2
 
 import main
 import train as training_program

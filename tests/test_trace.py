@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-from conftest import SMALL_GPT2, SMALL_RUN, refusal, small_config
+from conftest import SMALL_RUN, refusal, small_config
+from families import SMALL_GPT2
 from test_resume import metrics_of
 
 import main

@@ -4,10 +4,12 @@ import functools
 import json
 import math
 
+import families
 import jax
 import numpy as np
 import pytest
-from conftest import ARCHITECTURES, ROOT, batch_of, given, random_transformer, settled, small_config
+from conftest import ROOT, batch_of, given, random_transformer, settled, small_config
+from families import GROUPS
 
 import model
 import utils
@@ -22,43 +24,13 @@ from training.train_state import abstract_params
 
 torch = pytest.importorskip("torch", reason="pip install torch transformers")
 transformers = pytest.importorskip("transformers", reason="pip install torch transformers")
-# All sizes odd
-DEEPSEEK = ARCHITECTURES["deepseek"] | given("""
-    --n_groups 1 --k_groups 1 --experts_per_token 2 --blocks 2 --rope_dim 6 --latent_dim 20
-    --q_latent_dim 18 --balance_weight 0
-""")
-GPT2 = ARCHITECTURES["gpt2"] | given("--model_dimension 36 --T 24")
-WIDE = given("--model_dimension 28 --n_head 2 --blocks 2 --ffn_dim 0 --no_tied")
-QWEN3 = ARCHITECTURES["qwen3"] | given("--balance_weight 0")
-GROUPS = given("--n_experts 8 --n_groups 4 --k_groups 2 --experts_per_token 3 --n_shared 2")
-NO_LATENT = given("--q_latent_dim 0 --first_layers 2 --rope_base 5e4 --n_shared 0")
-NO_LATENT |= given("--experts_per_token 1")
-SPARSE = NO_LATENT | given("--first_layers 0 --n_shared 1 --n_experts 16 --experts_per_token 4")
-SPARSE |= given("--tied --expert_dim 8")
-DENSE = given("--n_kv_head 2 --blocks 2 --n_experts 0 --experts_per_token 0 --no_tied")
 # Models that transformers does not know, by the code that an export writes beside the weights
 OWN = given("--n_head 2 --blocks 2 --layers_per_block 3 --head_dim 9 --first_layers 1 --rope_dim 6")
-OWN |= given("--balance_weight 0")
-OWN_GELU = (
-    OWN
-    | GROUPS
-    | given("--activation gelu --layers_per_block 1 --no_embedding_norm --embedding_conv 0")
-)
-OWN_GELU |= given("--q_latent_dim 0 --no_tied --n_shared 0 --experts_per_token 1")
-SIZES = {
-    "own": OWN,
-    "own gelu": OWN_GELU,
-    "groups": DEEPSEEK | GROUPS,
-    "no query latent": DEEPSEEK | NO_LATENT | dict(sequence_parallel="megatron"),
-    "moe-sparse": DEEPSEEK | SPARSE,
-    "gpt2": GPT2,
-    "gpt2 wide": GPT2 | WIDE,
-    "qwen3": QWEN3,
-    "qwen3 of one expert": QWEN3 | given("--experts_per_token 1 --blocks 2"),
-    "qwen3 dense": QWEN3 | DENSE,
-}
-for flags, exponent in zip(SIZES.values(), np.random.default_rng(0).uniform(-6, -3, len(SIZES))):
-    flags["norm_eps"] = float(10**exponent)
+OWN |= given("--balance_weight 0 --norm_eps 2e-4")
+OWN_GELU = OWN | GROUPS
+OWN_GELU |= given("--activation gelu --layers_per_block 1 --no_embedding_norm --embedding_conv 0")
+OWN_GELU |= given("--q_latent_dim 0 --no_tied --n_shared 0 --experts_per_token 1 --norm_eps 3e-5")
+SIZES = families.SIZES | {"own": OWN, "own gelu": OWN_GELU}
 
 
 def reference(cfg, folder):

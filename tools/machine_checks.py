@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+import architectures
 import collectives
 import model
 import utils
@@ -21,7 +22,7 @@ from architectures import parameters
 from architectures.layers import activate
 from collectives import AXES, EXPERT_AXES
 from config import settle
-from config.presets import preset
+from config.presets import PRESETS, preset
 from kernels import attention, grouped
 from kernels import loss as losses
 from planning import plan
@@ -35,7 +36,8 @@ from training.run_checkpoints import RunCheckpoints
 LIMITS = {"float32": 1e-4, "bfloat16": 2**-5}  # of rounding, as a share of the largest number
 # XLA takes minutes for some models on a CPU where it optimizes, and on a GPU where it times tiles
 COMPILER = {"cpu": {"xla_backend_optimization_level": 0}, "gpu": {"xla_gpu_autotune_level": 0}}
-MODELS = ("deepseek-tiny", "gpt2-tiny", "qwen3-tiny")
+# the small preset of each architecture that has one
+MODELS = [f"{name}-tiny" for name in architectures.names() if f"{name}-tiny" in PRESETS]
 
 
 class Wrong(Exception):

@@ -9,7 +9,8 @@ import math
 import random
 import sys
 
-from conftest import SMALL_GPT2, SMALL_QWEN3, small_config
+from conftest import small_config
+from families import SMALL_GPT2, SMALL_QWEN3
 from test_parity import DEEPSEEK, assert_same, loss_and_gradients, on_one_device, three_steps
 
 from runtime import messages
