@@ -9,28 +9,28 @@ usage: bash launcher.sh [--sync] [--restart] [--max_restarts N] [any flag of mai
 
 Starts main.py with the flags on all HOSTS of cluster.env (copy cluster.env.example) and returns when every host has
 compiled its first step. Nothing is stopped or changed anywhere until all hosts have passed the check and the program
-that will run has parsed its flags. If one host fails to start, what was started on the others is ended again.
+that will run has parsed its flags. If one host fails to start, the others are stopped.
 
 The flags are checked before anything is sent: here, if a Python (VENV, python3) has the packages, and on each host that
-was set up before. That covers names, values, how they fit each other, and a run of that name in a folder there. What
-depends on devices, data or weights is checked when main.py starts; so is everything where no Python has the packages.
+was set up before. That covers names, values, their combination, and an existing run of that name. What depends on
+devices, data or weights is checked when main.py starts, and so is everything else if no Python has the packages.
 
   --sync         send the files as they are here, not COMMIT; ignored files and run directories are not sent
-  --restart      end the run that is there first, with a checkpoint
-  --max_restarts N  each host starts main.py again, up to N times, after a crash, a lost peer or a preemption
-  --status       what each host does, with the last telling line of its log; FAILED, and an exit status of 1, where a
-                 run ended neither well nor by a signal
-  --logs [HOST]  the last 100 lines of every host's log, or of one's
-  --logs -f [HOST]  the same, and new lines as they are written, each after its host's name; Ctrl-C ends it
-  --stop         SIGTERM: all write one checkpoint and end; what still runs after STOP_TIMEOUT is ended by SIGKILL, and
-                 the exit status is 137
-  --attach HOST  look into the tmux session there (detach: Ctrl-b d)
+  --restart      first stop the current run, with a checkpoint
+  --max_restarts N  each host restarts main.py, up to N times, after a crash, a lost peer or a preemption
+  --status       the state of each host, with the last informative line of its log; FAILED, and an exit status of 1, if
+                 a run ended with an error
+  --logs [HOST]  the last 100 lines of the log of every host, or of one
+  --logs -f [HOST]  the same, and new lines as they are written, prefixed with the host's name; Ctrl-C ends it
+  --stop         SIGTERM: all hosts write one checkpoint and end; what still runs after STOP_TIMEOUT is ended by SIGKILL,
+                 and the exit status is 137
+  --attach HOST  attach to the tmux session there (detach: Ctrl-b d)
 
 The launcher changes and removes only files that it put into FOLDER. With --sync, changes that somebody made to them are
 kept in a git branch there. A FOLDER that the launcher did not make is refused if it has files in it; with
 TAKE_FOLDER=yes the code is put beside them, unless it would overwrite something.
 
-The exit status is not 0 if a host failed; the host is named, with the last lines that it wrote.
+The exit status is not 0 if a host failed; the host is named, with the last lines of its log.
 HELP
 }
 

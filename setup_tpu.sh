@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Make the virtual environment with the jax that fits this machine. Run it as often as you like: once everything is
-# there it only looks at a stamp.
+# Make the virtual environment with the jax that fits this machine. Running it again is cheap: once everything is
+# installed it only checks a stamp.
 set -euo pipefail
 
 usage() {
@@ -14,7 +14,7 @@ gs and s3 for storage).
   PYTHON=...           Python to build on; without it 3.13 or 3.12, which have the newest jax, else the first usable
                        one that is found, or one fetched by uv
   VENV=...             folder of the environment, relative to the repository (.venv)
-  JAX_PLATFORMS=cpu    leave an accelerator alone; tpu or cuda: take it as present
+  JAX_PLATFORMS=cpu    ignore an accelerator; tpu or cuda: assume that it is present
 HELP
 }
 say() { echo "setup: $*"; }

@@ -191,6 +191,7 @@ STATED = {
     ],
     "docs/sampling-and-evaluation.md": [
         "{tiny[evaluated][sequences]:,} |",
+        "The run itself ends at {tiny[final_val_loss]:.3f}, because",
         "{tiny[evaluated][loss]:.4f} ± {tiny[evaluated][loss_error]:.4f}",
         "{tiny[evaluated][perplexity]:.4f} ± {tiny[evaluated][perplexity_error]:.4f}",
         "{tiny[evaluated][bits_per_byte]:.4f} ± {tiny[evaluated][bits_per_byte_error]:.4f}",
