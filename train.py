@@ -1,7 +1,8 @@
 """The training program: data, mesh, model, optimizer, checkpoints, compiled steps, then the loop.
 
-`start` settles the configuration by what the flags name, `train` builds everything that the loop works with, and
-`loop` is the loop. main.py calls `run` when the flags are read and jax's environment is set.
+Comes before: `main.py`, which calls `run` once the flags are read and jax's environment is set. `start` settles the
+configuration by what the flags name, `train` builds what the loop works with, and `loop` is the loop. Comes next: what
+happens in one step, in `dataset.py`, `training/train_step.py`, `model.py` and `training/optimizer.py`.
 
 The host runs one step ahead: it launches step n + 1 before it reads the metrics of step n, so that the devices never
 wait for it. What follows from the metrics of a step, such as a rollback, therefore comes a step late.
@@ -74,13 +75,11 @@ def start(flags, workbench, began=None, pulse=None):
         pulse.doing = goodput.now
         if jax.process_index():  # one process speaks for all
             pulse.close()
-        asked = (
-            flags.cfg
-        )  # not settled: only what no run, no data and no device changes is read of it
+        asked = flags.cfg  # not settled yet: read only fields that nothing below can change
         settle.check_names(asked)  # before anything is written there
         processes.on_all(lambda: check_run_path(asked.run.folder, "--output_dir"))
         configure_jax(asked)
-        # its package may be missing
+        # early, since its package may be missing
         processes.on_main_process(lambda: asked.run.tensorboard and import_module("logs.events"))
         with processes.alone_in_folder(asked.run) as lock:
             cfg, opened = open_and_settle(flags, workbench, lock)

@@ -28,9 +28,8 @@ from shards.tokenization import PATTERN, byte_letters, dump_ranks
 
 SAMPLE_BYTES = 20_000_000  # seconds of training; more text hardly changes some thousand merges
 LARGEST = 8192  # tokens of a vocabulary that is not asked for
-BYTES_A_TOKEN = (
-    256  # of text that each of its tokens is worth: of less, most would be seen a few times only
-)
+# Bytes of text for each token of the vocabulary: with less text, most tokens would be seen a few times only.
+BYTES_A_TOKEN = 256
 PIECE = 10_000  # characters; training takes time quadratic in the longest word, such as a million spaces
 
 

@@ -21,12 +21,11 @@ from shards.storage import Cache, Shard, list_shards
 from shards.tokenization import shards_tokenizer
 
 WINDOW = 1 << 30  # tokens whose sequences are shuffled together: few shards are open at a time
-CHECK_AT_START = (
-    1 << 28
-)  # local shards of up to this many tokens in all are checked before training
+# Local shards of up to this many tokens in all are checked before training: of more it would take minutes.
+CHECK_AT_START = 1 << 28
 READERS = ThreadPoolExecutor(32, "read")  # remote storage is slow to answer, not slow to send
 LOCAL_READERS = (
-    16  # of READERS for local shards: more threads wait for one another, not for the disk
+    16  # of READERS, for local shards: more would wait for one another, not for the disk
 )
 # Up to this size an array is shuffled: a network of so few bits makes some permutations far more often than others.
 SHUFFLED = 32

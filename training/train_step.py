@@ -1,7 +1,8 @@
 """The train step: from a batch to an updated `TrainState`, as one compiled program.
 
-Before it, dataset.py has put the batch on the mesh. Here its gradient (model.py: make_loss) is accumulated and the
-optimizer (training/optimizer.py) updates the parameters. The run, the plan and the benchmarks compile this same step.
+Comes before: `dataset.py`, which puts the batch on the mesh, and `model.py`, whose `make_loss` is differentiated here.
+Comes next: `training/optimizer.py`, which turns the gradient into new parameters, and `train.py`, the loop that calls
+this step. The plan and the benchmarks compile this same step.
 """
 
 import functools
