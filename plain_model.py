@@ -7,15 +7,15 @@ their loss and every gradient to this file. docs/guide.md begins here and shows 
 It reads the program's own parameters, of presets such as `tiny`, `moe1b` and `deepseek-tiny`. It does not cover
 GPT-2 and Qwen3, nor `--dropout_rate` and `--capacity_factor`, which drops tokens. On random weights:
 
-    cfg = settings.validate(presets.preset("tiny"), 1)
+    cfg = settle.validate(presets.preset("tiny"), 1)  # from config import presets, settle
     params = parameters.init_params(model.param_table(cfg), jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (2, 33), 0, cfg.model.vocab_size)
-    plain_model.loss(params, tokens[:, :-1], tokens[:, 1:], cfg.model, balance_weight=1e-4)
+    plain_model.loss(params, tokens[:, :-1], tokens[:, 1:], cfg.model, balance_weight=1e-3)
 
-On a run that was trained, cfg and params come from
+On a trained run, `params` and the rest come from:
 
     options = common.Sample(model="runs/tiny", model_dtype="float32", n_device_axis=(1, 1, 1))
-    cfg, _, params, tokenizer = common.open_model(options, text=True)
+    cfg, _, params, tokenizer = common.open_model(options, text=True)  # from tools import common
 
 Equations are those of DeepSeek-V3 (arXiv:2412.19437, section 2.1). Letters of shapes and einsums: b B batch, t T
 sequence (s where a token is a key), d D model, h H heads, k K channels of a head's key, v V those of its value, r R
