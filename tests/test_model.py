@@ -1,4 +1,4 @@
-"""The mathematics against plain loops, and properties that any right implementation has."""
+"""Parts of the model, and properties that any right implementation has. (The whole of it: tests/test_plain.py.)"""
 
 import functools
 import math
@@ -14,8 +14,9 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.sharding import PartitionSpec as P
 
 import model
+import plain_model
 import utils
-from architectures import architecture, deepseek, experts, layers, parameters, qwen3
+from architectures import architecture, deepseek, experts, layers, qwen3
 from config import presets, settle
 from inference import decoding
 from kernels import attention, grouped, layouts, loss
@@ -47,75 +48,6 @@ def raised_params(cfg):
         return jax.device_put(np.float32(x + noise), x.sharding)
 
     return jax.tree.map(raise_one, make_params(cfg, make_mesh(cfg)))
-
-
-def layer_params(cfg, kind, scale=3.0, seed=1):
-    """Parameters of one layer, larger than at the start of training so that every part matters."""
-    table, rng = model.param_table(cfg)[kind], np.random.default_rng(seed)
-    lead = 2 if kind == "dense" else 1
-
-    def draw(p):
-        noise = rng.standard_normal(p.shape[lead:])
-        return (p.start + (p.std or 0.02) * scale * noise).astype(np.float32)
-
-    return parameters.table_map(draw, table)
-
-
-def norm(x, scale, eps):
-    return x / ((x * x).mean(-1, keepdims=True) + eps) ** 0.5 * scale
-
-
-def sigmoid(x):
-    return 1 / (1 + np.exp(-x))
-
-
-def short_conv_by_loops(x, w):
-    """One document x [T, channels]."""
-    kernel = np.concatenate([np.ones((1, x.shape[1])), deepseek.CONV_SCALE * w])
-    channels = [np.convolve(x[:, c], kernel[:, c])[: len(x)] for c in range(x.shape[1])]
-    return np.stack(channels, -1)
-
-
-def attention_by_loops(p, x, cfg, rope):
-    """One sequence x [T, D], one head at a time."""
-    m, T = cfg.model, len(x)
-    R, K, half, eps = m.latent_dim, m.key_dim, m.rope_dim // 2, deepseek.LATENT_NORM_EPS
-    angle = np.arange(T)[:, None] * 10_000.0 ** (-np.arange(half) / half)
-
-    def turn(v):
-        z = (v[:, :half] + 1j * v[:, half:]) * np.exp(1j * angle)
-        return np.concatenate([z.real, z.imag], -1)
-
-    down = x @ p["down"]
-    queries = norm(down[:, :R], p["q_norm"], eps)
-    latents = norm(down[:, R : 2 * R], p["kv_norm"], eps)
-    if rope:
-        latents = np.concatenate([latents, turn(down[:, 2 * R :])], -1)
-    latents = short_conv_by_loops(latents, np.hstack([p["conv"], p["conv"][:, R:]]))
-    out = np.zeros_like(x)
-    for h in range(m.n_head):
-        q = queries @ p["q_up"][:, h]
-        kv = latents[:, :R] @ p["kv_up"][:, h]
-        scores = q[:, :K] @ kv[:, :K].T
-        if rope:
-            scores += turn(q[:, K:]) @ latents[:, R:].T
-        scores = np.where(np.tri(T), scores / math.sqrt(q.shape[1]), -np.inf)
-        weights = np.exp(scores - scores.max(1, keepdims=True))
-        out += weights / weights.sum(1, keepdims=True) @ kv[:, K:] @ p["out"][h]
-    return out
-
-
-@pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_attention_equals_plain_loops(kind):
-    cfg = small_config(T=12)
-    p = layer_params(cfg, kind)["attention"]
-    x = np.random.default_rng(0).standard_normal((2, 12, 32)).astype(np.float32)
-    tokens = layers.Tokens(jnp.arange(12)[None])
-    ours = on_mesh(cfg, lambda x: deepseek.attention(p, x, tokens, cfg.model)[0], (P(),), P())(x)
-    for b in range(2):
-        exact = jax.tree.map(np.float64, (p, x[b]))
-        theirs = attention_by_loops(*exact, cfg, rope=kind == "dense")
-        assert np.abs(ours[b] - theirs).max() < 1e-4 * np.abs(theirs).max()
 
 
 @pytest.mark.parametrize("kernel", ["blockwise", "splash"])  # flash: tests/test_flash.py
@@ -164,50 +96,32 @@ def test_shares_of_scores_that_kernels_compute():
         assert attention.ATTENTION[name].score_share(m) == share
 
 
-def experts_by_loops(p, x, m, capacity):
-    """x [n, D] -> (output, choices per expert, dropped choices): first choices of all tokens first."""
-    scores = sigmoid(x @ p["router"])
-    chosen = np.argsort(-(scores + p["bias"]), -1, kind="stable")[:, : m.experts_per_token]
-    out, seats, load, dropped = np.zeros_like(x), [capacity] * m.n_experts, np.zeros(m.n_experts), 0
-    for rank in range(m.experts_per_token):
-        for t, e in enumerate(chosen[:, rank]):
-            load[e] += 1
-            if not seats[e]:
-                dropped += 1
-                continue
-            seats[e] -= 1
-            gate_and_up = np.einsum("d,gdf->gf", x[t], p["experts"]["up"][e])
-            hidden = gate_and_up[0] * sigmoid(gate_and_up[0]) * gate_and_up[1]
-            gate = scores[t, e] / (scores[t, chosen[t]].sum() if m.experts_per_token > 1 else 1)
-            out[t] += m.routed_scaling * gate * (p["experts"]["down"][e] @ hidden)
-    return out, load, dropped, chosen, scores
-
-
-@pytest.mark.parametrize(
-    "experts_flag, capacity_factor, k",
-    [("tiles", 0.0, 2), ("tiles", 0.0, 1), ("buckets", 0.0, 2), ("buckets", 1.0, 2)]
-    + [("buckets", 1.25, 1)],
-)
-def test_experts_equal_plain_loops(experts_flag, capacity_factor, k):
-    flags = dict(experts=experts_flag, capacity_factor=capacity_factor, experts_per_token=k)
-    cfg = small_config(routed_scaling=1.3, **flags)
-    m, p = cfg.model, layer_params(cfg, "moe")
-    x = np.random.default_rng(0).standard_normal((2, 16, 32)).astype(np.float32)
+@pytest.mark.parametrize("capacity_factor, k", [(1.0, 2), (1.25, 1)])
+def test_choices_beyond_the_capacity_are_dropped(capacity_factor, k, monkeypatch):
+    """The rest is what the plain model computes; the first choices of all tokens come before any second one."""
+    flags = dict(capacity_factor=capacity_factor, experts_per_token=k, n_shared=0)
+    cfg = small_config(experts="buckets", layers_per_block=1, **flags)
+    m, rng = cfg.model, np.random.default_rng(0)
+    p = plain_model.take(raised_params(cfg)["moe"], 0)
+    p = p | {"router": rng.standard_normal(p["router"].shape, np.float32)}
+    x = rng.standard_normal((2, 16, m.model_dimension), np.float32)
     router = deepseek.sigmoid_router
     route = on_mesh(cfg, lambda x: experts.routed_experts(p, x, m, True, router), (P(),), P())
     out, load = route(x)
-    capacity = math.ceil((capacity_factor or 99) * 32 * m.experts_per_token / m.n_experts)
-    plain = jax.tree.map(np.float64, p), np.float64(x.reshape(32, 32)), m, capacity
-    theirs, tokens, dropped, chosen, scores = experts_by_loops(*plain)
-    assert np.abs(out.reshape(32, 32) - theirs).max() < 1e-4 * np.abs(theirs).max()
-    assert np.array_equal(load.tokens, tokens) and load.dropped == dropped
-    assert (dropped > 0) == bool(capacity_factor)
-    balance, shares = 0.0, scores / scores.sum(-1, keepdims=True)
-    for tokens in (slice(16), slice(16, 32)):  # of a sequence
-        for e in range(m.n_experts):
-            f = m.n_experts / (m.experts_per_token * 16) * (chosen[tokens] == e).sum()
-            balance += f * shares[tokens, e].mean()
-    assert abs(load.loss - balance) < 1e-4
+
+    scores, chosen, gates = map(np.array, plain_model.route(p, x, m))
+    wanted = np.where(chosen, scores + p["bias"], -np.inf)
+    choices = np.argsort(-wanted, -1)[..., :k].reshape(32, k)  # each token's best expert first
+    gate_of = gates.reshape(32, -1)  # a view: what is dropped loses its gate
+    queued = np.zeros(m.n_experts)
+    for token, expert in zip(np.tile(np.arange(32), k), choices.T.flat):
+        queued[expert] += 1
+        if queued[expert] > math.ceil(capacity_factor * 32 * k / m.n_experts):
+            gate_of[token, expert] = 0
+    monkeypatch.setattr(plain_model, "route", lambda *_: (scores, chosen, gates))
+    theirs, *_ = plain_model.mixture_of_experts(p, x, m)
+    assert np.abs(out - theirs).max() < 1e-5 * np.abs(theirs).max()
+    assert load.dropped == 32 * k - (gates > 0).sum() > 0
 
 
 @pytest.mark.parametrize("branches", [1, 2])

@@ -20,7 +20,7 @@ from test_parity import (
 import model
 import plain_model
 from architectures import parameters
-from training import steps
+from training.device_mesh import make_mesh
 
 
 @functools.cache
@@ -50,7 +50,7 @@ def params_with_a_favorite(**flags):
 def plain_loss_and_gradients(make_params, **flags):
     """((loss, Metrics), gradients) of the batch of `loss_and_gradients`, by the plain model."""
     cfg = small_config(**flags)
-    batch = batch_of(cfg, steps.make_mesh(cfg))
+    batch = batch_of(cfg, make_mesh(cfg))
     tokens, targets = (np.reshape(part, (-1, cfg.model.T)) for part in batch)
 
     def loss(params):
