@@ -19,7 +19,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import test_parity
+import test_plain
 import test_plan
 from conftest import BYTE_RANKS, ROOT, SMALL_RUN, copy_repository, files_of_repository, flags_of
 
@@ -223,11 +223,17 @@ def test_readme_tells_the_sizes_of_its_two_models():
 
 
 def test_pages_count_the_meshes_and_the_plans_of_the_tests():
-    meshes = ["five", "six", "seven", "eight"][len(test_parity.MESHES) - 5] + " meshes"
+    meshes = ["five", "six", "seven", "eight"][len(test_plain.MESHES) - 5] + " meshes"
     for page in ("README.md", "CONTRIBUTING.md", "docs/guide.md"):
         assert meshes in (ROOT / page).read_text(), page
     plans = test_plan.CONFIGURATIONS + test_plan.TPU_CONFIGURATIONS + test_plan.GPU_CONFIGURATIONS
     assert f"[{len(plans)} configurations](tests/test_plan.py)" in (ROOT / "README.md").read_text()
+
+
+def test_the_guide_shows_the_plain_model_as_it_is():
+    source = (ROOT / "plain_model.py").read_text()
+    shown = [body for info, body, _ in fences(ROOT / "docs/guide.md") if info == "python"]
+    assert shown and all(body in source for body in shown)
 
 
 def test_the_curves_of_rates_are_those_of_the_log():
