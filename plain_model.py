@@ -1,25 +1,29 @@
-"""The plain model: the loss that every mesh must compute, as the papers write it. Read this file first.
+"""The plain model: the training loss as the papers write it, on one device. Read this file first.
 
-It is `--architecture deepseek` in float32 on one device, without a mesh, a collective or a fast path. `model.py` and
-`architectures/deepseek.py` compute the same on any mesh, in any order and in less memory; `tests/test_plain.py` holds
-their loss and every gradient to this file. docs/guide.md begins here and shows how each function is spread.
+This is `--architecture deepseek` in float32, without a mesh, a collective or a fast path. `model.py` and
+`architectures/deepseek.py` compute the same on any mesh, faster and in less memory. Tests compare their loss and every
+gradient with those of this file (tests/test_plain.py). docs/guide.md shows how each function is spread over devices.
 
-It reads the program's own parameters, of presets such as `tiny`, `moe1b` and `deepseek-tiny`. It does not cover
-GPT-2 and Qwen3, nor `--dropout_rate` and `--capacity_factor`, which drops tokens. On random weights:
+It reads the program's own parameters, of any preset with this architecture, such as `tiny`, `moe1b` or `deepseek-tiny`.
+It does not cover GPT-2 and Qwen3, `--dropout_rate`, and `--capacity_factor`, which drops choices. With random weights:
 
-    cfg = settle.validate(presets.preset("tiny"), 1)  # from config import presets, settle
+    import jax, model, plain_model
+    from architectures import parameters
+    from config import presets, settle
+    cfg = settle.validate(presets.preset("tiny"), 1)
     params = parameters.init_params(model.param_table(cfg), jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (2, 33), 0, cfg.model.vocab_size)
     plain_model.loss(params, tokens[:, :-1], tokens[:, 1:], cfg.model, balance_weight=1e-3)
 
-On a trained run, `params` and the rest come from:
+With the weights of a run:
 
+    from tools import common
     options = common.Sample(model="runs/tiny", model_dtype="float32", n_device_axis=(1, 1, 1))
-    cfg, _, params, tokenizer = common.open_model(options, text=True)  # from tools import common
+    cfg, _, params, tokenizer = common.open_model(options, text=True)
 
 Equations are those of DeepSeek-V3 (arXiv:2412.19437, section 2.1). Letters of shapes and einsums: b B batch, t T
-sequence (s where a token is a key), d D model, h H heads, k K channels of a head's key, v V those of its value, r R
-rotary channels, c C channels of a latent, e E experts, f F hidden channels of a feed-forward. `m`: flags of the model.
+sequence (s where a token is a key), d D model, h H heads, k K channels of a head, r R rotary channels, c C channels of
+a latent, e E experts, f F hidden channels of a feed-forward, v V vocabulary. `m` holds the flags of the model.
 """
 
 import jax
@@ -149,7 +153,7 @@ def attention(p, x, start, m):
     q_nope, q_rope = jnp.split(q, (m.key_dim,), -1)  # [B, H, T, K] and [B, H, T, R], equation 7
     q_rope = rotate(q_rope, m.rope_base)  # equation 8
     kv = jnp.einsum("bsc,chk->bhsk", kv_latent, p["kv_up"])
-    k_nope, v = jnp.split(kv, (m.key_dim,), -1)  # [B, H, T, K] and [B, H, T, V], equations 2 and 5
+    k_nope, v = jnp.split(kv, (m.key_dim,), -1)  # each [B, H, T, K], equations 2 and 5
 
     scores = jnp.einsum("bhtk,bhsk->bhts", q_nope, k_nope)  # equation 10
     scores += jnp.einsum("bhtr,bsr->bhts", q_rope, k_rope)
@@ -159,8 +163,8 @@ def attention(p, x, start, m):
         position >= start[..., None]
     )  # [B, T, T]: t sees s
     scores = jnp.where(visible[:, None], scores, -jnp.inf)
-    heads = jnp.einsum("bhts,bhsv->bhtv", jax.nn.softmax(scores), v)
-    return jnp.einsum("bhtv,hvd->btd", heads, p["out"])  # equation 11
+    heads = jnp.einsum("bhts,bhsk->bhtk", jax.nn.softmax(scores), v)
+    return jnp.einsum("bhtk,hkd->btd", heads, p["out"])  # equation 11
 
 
 def feed_forward(p, x, m):

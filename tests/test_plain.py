@@ -1,6 +1,8 @@
 """Any mesh computes what the plain model computes: the loss, what it consists of, and every gradient."""
 
 import functools
+import re
+import textwrap
 import zlib
 
 import jax
@@ -70,6 +72,20 @@ def assert_plain(mesh, make_params=large_params, sharded=loss_and_gradients, **f
     assert_same(plain, sharded(mesh, make_params, **flags), 3e-5)
     for path, gradient in jax.tree_util.tree_leaves_with_path(plain[1]):
         assert gradient.any() or path[-1].key == "bias", path
+
+
+def test_the_example_in_the_docstring_runs():
+    """As far as shapes go, which compiles nothing."""
+    example, *_ = re.findall(r"(?:^ {4}.*\n)+", plain_model.__doc__, re.MULTILINE)
+    *lines, call = textwrap.dedent(example).splitlines()
+
+    def run():
+        names = {}
+        exec("\n".join(lines), names)
+        return eval(call, names)
+
+    loss, parts = jax.eval_shape(run)
+    assert loss.shape == () and parts["load"].shape == (2, 8)  # layers with experts, experts
 
 
 MESHES = [(1, 1, 1), (8, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 2), (1, 2, 4), (4, 2, 1)]
