@@ -1,6 +1,8 @@
-"""Attention kernels: causal attention as one device computes it, whatever the mesh.
+"""Attention kernels: causal attention of the heads and tokens that one device has, whatever the mesh.
 
-A new kernel is a function with the arguments and the result of `attend`, and an entry in `ATTENTION` at the end.
+All kernels compute the same. `attend` is the plain one; the others differ in how many scores they compute, and whether
+they write them to memory. A new kernel is a function with the arguments and the result of `attend`, and an entry in
+`ATTENTION` at the end.
 """
 
 import dataclasses
@@ -14,39 +16,41 @@ from jax import lax
 
 from kernels import flash
 
-SPLASH_BLOCKS = (512, 256, 128)  # numbers of queries and keys in a block, the fastest first
+# Numbers of queries and of keys in a block of splash. The largest that divides T is the fastest; 128 is its least.
+SPLASH_BLOCKS = (512, 256, 128)
 
 
 def attend(q, k, v, position, start):
-    """Causal attention, which writes all T x S scores to memory.
+    """Causal attention that writes all T x T_k scores to memory.
 
-    q [B, H/tp, T, K] are scaled queries at `position` [B or 1, T]. Keys k [B, H_kv/tp, S, K] and values v [B, H_kv/tp,
-    S, V] are at positions 0, 1, ..; each of their heads is read by H / H_kv heads of queries in a row. A query sees the
-    keys from `start` [B, T] up to its position; without `start`, from 0. Returns [B, H/tp, T, V] in q's dtype; softmax
-    is in float32.
+    Queries q [B, H/tp, T, K], already scaled, are at `position` [B or 1, T]. Keys k [B, H_kv/tp, T_k, K] and values v
+    [B, H_kv/tp, T_k, K_v] are at positions 0 to T_k - 1. Each head of keys and values serves H / H_kv consecutive heads
+    of queries. A query sees the keys from `start` [B, T], where its document begins, up to its own position; without
+    `start`, from 0. Returns [B, H/tp, T, K_v] in q's dtype. The softmax is in float32.
     """
     B, H, T, K = q.shape
     group = H // k.shape[1]
-    if group > 1:  # the queries of heads that share keys count as further queries of one head
+    if group > 1:  # heads that share keys become one head with more queries, which copies no keys
         q = q.reshape(B, H // group, group * T, K)
         start = None if start is None else jnp.tile(start, group)
         return attend(q, k, v, jnp.tile(position, group), start).reshape(B, H, T, -1)
     scores = jnp.einsum("bhtk,bhsk->bhts", q, k, preferred_element_type=jnp.float32)
-    seen = jnp.arange(k.shape[-2]) <= position[:, None, :, None]  # [B or 1, 1, T, S]
+    seen = jnp.arange(k.shape[-2]) <= position[:, None, :, None]  # [B or 1, 1, T, T_k]
     if start is not None:
         seen &= jnp.arange(k.shape[-2]) >= start[:, None, :, None]
     scores = jnp.where(seen, scores, -jnp.inf)
-    # Softmax divides after the sum over s: one pass less over T x S.
+    # The softmax divides after the sum over values: on T x K_v numbers instead of T x T_k.
     largest = lax.stop_gradient(scores.max(-1, keepdims=True))
     weights = jnp.exp(scores - largest)
     out = jnp.einsum(
-        "bhts,bhsv->bhtv", weights.astype(q.dtype), v, preferred_element_type=jnp.float32
+        "bhts,bhsk->bhtk", weights.astype(q.dtype), v, preferred_element_type=jnp.float32
     )
     return (out / weights.sum(-1, keepdims=True)).astype(q.dtype)
 
 
 def blockwise_attention(q, k, v, position, start):
-    """`attend` of whole sequences, a block of queries at a time, each to the keys up to the block's end."""
+    """`attend` of whole sequences, one block of queries at a time. Each block reads the keys up to its own end, so that
+    nearly half of all scores are never computed: those above the diagonal."""
     T = q.shape[2]
     size = query_block(T)
 
@@ -60,7 +64,8 @@ def blockwise_attention(q, k, v, position, start):
 
 
 def query_block(T):
-    """Number of queries in a block of `blockwise_attention`: at least 64, in at most 8 blocks."""
+    """Number of queries in a block of `blockwise_attention`: at most 8 blocks, since each is compiled by itself, of at
+    least 64 queries, since small products are slow."""
     for blocks in (8, 4, 2):
         if T % blocks == 0 and T // blocks >= 64:
             return T // blocks
@@ -68,15 +73,16 @@ def query_block(T):
 
 
 def splash_attention(q, k, v, position, start):
-    """`attend` of whole sequences by jax's kernel for TPUs, which writes no scores to memory (FlashAttention-2,
-    arXiv:2307.08691)."""
+    """`attend` of whole sequences by the kernel for TPUs that comes with jax. It never writes scores to memory
+    (FlashAttention-2, arXiv:2307.08691)."""
+    # imported here, since only TPUs need it
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     H, T = q.shape[1:3]
     fields = [field.name for field in dataclasses.fields(splash.BlockSizes)]
     sizes = {name: splash_block(T) for name in fields if name.startswith("block")}
-    layout = splash.QKVLayout.SEQ_MINOR  # as matrix products leave q, k and v
+    layout = splash.QKVLayout.SEQ_MINOR  # as matrix products write q, k and v: without a copy
     layouts = {name: layout for name in fields if name.endswith("layout")}
     mask = masks.MultiHeadMask([masks.CausalMask((T, T))] * H)
     sizes = splash.BlockSizes(**sizes, **layouts)
@@ -98,7 +104,7 @@ def causal_share(T, block):
 
 
 def channels(m):
-    """Channels that the key and the value of a head have together, of a utils.Model."""
+    """Number of channels that the key and the value of a head of a utils.Model have together."""
     return 2 * m.key_dim + m.rope_dim
 
 
@@ -118,13 +124,13 @@ class Kernel(NamedTuple):
         return m.T % self.multiple == 0 and channels(m) <= self.channels
 
 
-# One that keeps the scores of the forward pass has no calls that a program names.
+# Products of kernels that are plain operations, whose calls have no name in a compiled program.
 PLAIN = {"forward": (1, 1), "backward": (2, 2)}
 EVERYWHERE = ("cpu", "gpu", "other gpu", "tpu", "other tpu")
-# Mosaic, which compiles `splash`, has no products in bfloat16 for these.
+# On these Mosaic, the compiler of `splash`, cannot multiply bfloat16.
 OLD_TPUS = ("TPU v2", "TPU v3")
 
-# What --attention takes beside auto. The fastest come first: auto is the first that runs.
+# The values of --attention but auto, which is the first of them that runs: the fastest come first.
 ATTENTION = {
     "splash": Kernel(
         splash_attention,
@@ -156,7 +162,7 @@ ATTENTION = {
 
 
 def platform_of(device):
-    """The platform of a jax device: cpu, tpu or gpu, or "other tpu" and "other gpu" for those without a kernel."""
+    """The platform of a jax device: cpu, tpu or gpu; "other tpu" or "other gpu" where no special kernel runs on it."""
     if device.platform == "tpu" and device.device_kind in OLD_TPUS:
         return "other tpu"
     if device.platform == "gpu" and device.compute_capability not in flash.CAPABILITIES:
@@ -165,8 +171,8 @@ def platform_of(device):
 
 
 def choose_kernel(m, platform):
-    """The name of the kernel that --attention of a utils.Model stands for: auto is the first of `ATTENTION` that runs
-    on `platform` and fits."""
+    """The name of the kernel that a utils.Model uses: --attention, or for auto the first of `ATTENTION` that runs on
+    `platform` and fits the model."""
     if m.attention != "auto":
         return m.attention
     for name, kernel in ATTENTION.items():

@@ -1,8 +1,9 @@
-"""Causal attention for NVIDIA GPUs that writes no scores to memory: FlashAttention-2 (arXiv:2307.08691) in Triton, by
-Pallas.
+"""Causal attention for NVIDIA GPUs that never writes scores to memory: FlashAttention-2 (arXiv:2307.08691), written in
+Pallas and compiled by Triton.
 
-A program of a kernel has one head of one sequence. It owns a block of queries and walks over their keys, or owns a
-block of keys and walks over their queries. Scores exist for one pair of blocks at a time.
+Each program of a kernel computes one head of one sequence. It either owns a block of queries and loops over the keys
+that they see, or owns a block of keys and loops over the queries that see them. Scores exist for one pair of blocks at
+a time, in registers. `kernels/attention.py: attend` computes the same in plain operations.
 """
 
 import functools
@@ -15,39 +16,44 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 
-LOG2E = math.log2(math.e)  # the hardware's exponential is that of base 2
-UNSEEN = -1e30  # the score of a key that a query does not see; finite, since inf - inf is no number
-LEAST = 16  # channels that Triton multiplies at least
-OWN = 64  # rows that a program owns; T is a multiple
+LOG2E = math.log2(math.e)  # GPUs compute 2^x in hardware; e^x is 2^(LOG2E x)
+# The score of a key that a query does not see. It is finite, since -inf - -inf would be NaN.
+UNSEEN = -1e30
+LEAST = 16  # the fewest channels that Triton can multiply; arrays are padded to a multiple
+OWN = 64  # rows that a program owns; T must be a multiple
 
 
 class Blocks(NamedTuple):
-    """How a kernel is cut up."""
+    """The sizes of a kernel's blocks, and how a GPU runs them."""
 
-    walked: int  # rows of the other kind that a program takes at a time; divides OWN
+    walked: int  # rows in each block that a program loops over; divides OWN
     warps: int = 4
-    stages: int = 2  # of the pipeline that loads blocks ahead of their products
+    stages: int = 2  # blocks in flight, so that loads overlap with products
 
 
-# By times on an H200 (dev/log.md, 2026-11-26). Smaller ones where key and value have more than WIDE channels together,
-# and in float32, so that registers suffice.
+# The fastest on an H200 (dev/log.md, 2026-11-26). Blocks are smaller where a key and a value have more than WIDE
+# channels together, and in float32: larger ones would not fit in registers.
 BLOCKS = Blocks(64)
 WIDE, WIDE_BACKWARD = 192, Blocks(32, stages=3)
 FLOAT32 = Blocks(16, warps=8)
-MOST = 320  # that fit an A100's shared memory, 163 KB: DeepSeek-V3's keys of 192 and values of 128
-# Of CUDA, those it was compiled for: A100; H100, H200; B200. Other GPUs have less shared memory, or are not NVIDIA's.
+# Most channels of a key and a value together, DeepSeek-V3's 192 + 128: more would not fit in the shared memory of an
+# A100, 163 KB.
+MOST = 320
+# CUDA's compute capabilities of the GPUs that the kernels were compiled for: A100; H100 and H200; B200. Other GPUs have
+# less shared memory, or are not NVIDIA's.
 CAPABILITIES = ("8.0", "9.0", "10.0")
 
 
 def block_sizes(channels, dtype):
-    """`Blocks` of the forward and of the backward kernels, for channels of a key and a value together."""
+    """`Blocks` of the forward and of the backward kernels. channels: those of a key and a value together."""
     if dtype == jnp.float32:
         return FLOAT32, FLOAT32
     return BLOCKS, WIDE_BACKWARD if channels > WIDE else BLOCKS
 
 
 def pieces(channels):
-    """Spans of the channels whose widths are powers of two, as Triton needs them: 192 is 0:128 and 128:192."""
+    """Slices of the channels whose widths are powers of two, the only ones that Triton has: 192 channels are 0:128 and
+    128:192."""
     spans, begin = [], 0
     while begin < channels:
         width = 1 << (channels - begin).bit_length() - 1
@@ -56,24 +62,24 @@ def pieces(channels):
     return spans
 
 
-def load(ref, rows):
-    """Rows of ref [T, channels] in `pieces`."""
+def load_rows(ref, rows):
+    """The rows of ref [T, channels], one array for each of its `pieces`."""
     return [ref[rows, span] for span in pieces(ref.shape[-1])]
 
 
-def store(ref, rows, arrays):
-    """Write `pieces` to rows of ref [T, channels], in its type."""
+def store_rows(ref, rows, arrays):
+    """Write arrays, one for each of the `pieces`, to the rows of ref [T, channels], in its type."""
     for span, array in zip(pieces(ref.shape[-1]), arrays, strict=True):
         ref[rows, span] = array.astype(ref.dtype)
 
 
 def zeros(rows, ref):
-    """`pieces` of float32 sums, as many channels as ref has."""
+    """Sums in float32 that start at 0, one array for each of the `pieces` of ref."""
     return [jnp.zeros((rows, span.size), jnp.float32) for span in pieces(ref.shape[-1])]
 
 
 def product(a, b):
-    """a b, summed in float32; with all digits where they are float32 themselves."""
+    """The matrix product a b, summed in float32. Operands in float32 are not rounded to TF32."""
     return jnp.dot(a, b, precision="highest", preferred_element_type=jnp.float32)
 
 
@@ -84,13 +90,14 @@ def pairs(a, b):
 
 
 def add_product(sums, a, b):
-    """sums + a b, with `pieces` of sums and of b."""
+    """sums + a b, where sums and b are in `pieces`."""
     a = a.astype(b[0].dtype)
     return [total + product(a, piece) for total, piece in zip(sums, b, strict=True)]
 
 
 def hide(scores, query, key, start):
-    """scores, UNSEEN where the query does not see the key. Positions and `start`, or None, broadcast to them."""
+    """`scores`, replaced by UNSEEN where the query does not see the key. query, key: positions; start: of the query's
+    document, or None. All broadcast to the scores."""
     seen = key <= query
     if start is not None:
         seen &= key >= start
@@ -98,8 +105,10 @@ def hide(scores, query, key, start):
 
 
 def own_queries(start_ref):
-    """What a program owns that walks over keys: its rows, their positions [OWN], and their `start` [OWN, 1] or None.
-    Programs with the most keys go first."""
+    """The queries that a program owns: their rows, their positions [OWN], and their `start` [OWN, 1] or None.
+
+    Later queries see more keys, so the last block of queries is computed first. Short programs then fill the GPU at the
+    end, where a long one would keep it waiting."""
     block = pl.num_programs(0) - 1 - pl.program_id(0)
     rows = pl.ds(block * OWN, OWN)
     position = rows.start + jnp.arange(OWN)
@@ -108,7 +117,7 @@ def own_queries(start_ref):
 
 
 def seen_scores(q, k, first_key, position, start, masked):
-    """Products of queries and keys in `pieces`, those that a query does not see hidden where they are `masked`."""
+    """Products of queries and keys in `pieces`. With `masked`, keys that a query does not see are hidden."""
     scores = pairs(q, k)
     if not masked:
         return scores
@@ -116,12 +125,12 @@ def seen_scores(q, k, first_key, position, start, masked):
     return hide(scores, position[:, None], key[None], start)
 
 
-# Both walk over the diagonal first. It has a fixed number of blocks, at least one: after a loop that may have no turn
-# at all, the assembler lets no two products of a Hopper GPU overlap.
+# Both functions loop over the blocks on the diagonal first: their number is fixed and at least one. The order matters
+# on a Hopper GPU: after a loop that may have no iteration, its assembler would let no two products overlap.
 
 
 def over_keys(step, carry, first, start_ref, blocks):
-    """The carry after step(block of keys, carry, masked) for all that the queries from `first` on see."""
+    """The carry after step(block of keys, carry, masked) for all blocks that the OWN queries from `first` on see."""
     diagonal = first // blocks.walked
     end = diagonal + OWN // blocks.walked
     documents = start_ref is not None
@@ -131,7 +140,8 @@ def over_keys(step, carry, first, start_ref, blocks):
 
 
 def over_queries(step, carry, first, last, blocks, documents):
-    """The carry after step(block of queries, carry, masked) for all up to `last` that see the keys from `first` on."""
+    """The carry after step(block of queries, carry, masked) for all blocks before `last` that see the OWN keys from
+    `first` on."""
     diagonal = first // blocks.walked
     after = diagonal + OWN // blocks.walked
     end = pl.cdiv(last, blocks.walked)
@@ -141,69 +151,70 @@ def over_queries(step, carry, first, last, blocks, documents):
 
 # --- Kernels ------------------------------------------------------------------------------------------------------
 # Each ref is one head's part of an array: q, k and their gradients [T, K]; v, the output, its gradient g and that of v
-# [T, V]; start (or None), lse and inner [T]. Of a query, lse is log2 of its sum of exp(scores), and inner is its output
-# times g.
+# [T, K_v]; start (or None), lse and inner [T]. For each query, lse is log2 of the sum of exp(scores), from which the
+# backward pass recomputes the weights, and inner is the inner product of its output and g.
 
 
 def flash_forward(q_ref, k_ref, v_ref, start_ref, out_ref, lse_ref, *, blocks):
-    """A block of the output and of lse (algorithm 1)."""
+    """Compute a block of the output and of lse (algorithm 1): a softmax over keys that come block by block. When a
+    block has a larger score, the sums so far are scaled down."""
     rows, position, start = own_queries(start_ref)
-    q = load(q_ref, rows)
+    q = load_rows(q_ref, rows)
 
     def step(j, carry, masked):
         largest, total, out = carry
         keys = pl.ds(j * blocks.walked, blocks.walked)
-        scores = seen_scores(q, load(k_ref, keys), keys.start, position, start, masked)
+        scores = seen_scores(q, load_rows(k_ref, keys), keys.start, position, start, masked)
         now = jnp.maximum(largest, LOG2E * scores.max(1))
         weights = jnp.exp2(LOG2E * scores - now[:, None])
         decay = jnp.exp2(largest - now)
         out = [decay[:, None] * piece for piece in out]
-        out = add_product(out, weights, load(v_ref, keys))
+        out = add_product(out, weights, load_rows(v_ref, keys))
         return now, decay * total + weights.sum(1), out
 
     largest = jnp.full(OWN, UNSEEN, jnp.float32)
     total = jnp.zeros(OWN, jnp.float32)
     carry = largest, total, zeros(OWN, v_ref)
     largest, total, out = over_keys(step, carry, rows.start, start_ref, blocks)
-    store(out_ref, rows, [piece / total[:, None] for piece in out])
+    store_rows(out_ref, rows, [piece / total[:, None] for piece in out])
     lse_ref[rows] = largest + jnp.log2(total)
 
 
 def flash_backward_queries(
     q_ref, k_ref, v_ref, start_ref, g_ref, lse_ref, inner_ref, dq_ref, *, blocks
 ):
-    """A block of the queries' gradient (algorithm 2)."""
+    """Compute a block of the gradient of the queries (algorithm 2)."""
     rows, position, start = own_queries(start_ref)
-    q, g = load(q_ref, rows), load(g_ref, rows)
+    q, g = load_rows(q_ref, rows), load_rows(g_ref, rows)
     lse, inner = lse_ref[rows][:, None], inner_ref[rows][:, None]
 
     def step(j, dq, masked):
         keys = pl.ds(j * blocks.walked, blocks.walked)
-        k = load(k_ref, keys)
+        k = load_rows(k_ref, keys)
         scores = seen_scores(q, k, keys.start, position, start, masked)
         weights = jnp.exp2(LOG2E * scores - lse)
-        d_scores = weights * (pairs(g, load(v_ref, keys)) - inner)
+        d_scores = weights * (pairs(g, load_rows(v_ref, keys)) - inner)
         return add_product(dq, d_scores, k)
 
     dq = over_keys(step, zeros(OWN, q_ref), rows.start, start_ref, blocks)
-    store(dq_ref, rows, dq)
+    store_rows(dq_ref, rows, dq)
 
 
 def flash_backward_keys(
     q_ref, k_ref, v_ref, start_ref, g_ref, lse_ref, inner_ref, end_ref, dk_ref, dv_ref, *, blocks
 ):
-    """A block of the gradients of keys and values (algorithm 2). Scores are transposed: a row for each key. Before end
-    [T / OWN], or None, are all queries that see any key of a block."""
+    """Compute a block of the gradients of keys and values (algorithm 2). Scores are transposed: a row for each key. end
+    [T / OWN], or None: the position after the last query that sees any key of each block."""
     block = pl.program_id(0)
     rows = pl.ds(block * OWN, OWN)
     position = rows.start + jnp.arange(OWN)
-    k, v = load(k_ref, rows), load(v_ref, rows)
+    k, v = load_rows(k_ref, rows), load_rows(v_ref, rows)
     documents = start_ref is not None
 
     def step(i, carry, masked):
         dk, dv = carry
         queries = pl.ds(i * blocks.walked, blocks.walked)
-        q, g = load(q_ref, queries), load(g_ref, queries)
+        q, g = load_rows(q_ref, queries), load_rows(g_ref, queries)
         scores = pairs(k, q)
         if masked:
             query = queries.start + jnp.arange(blocks.walked)
@@ -216,16 +227,17 @@ def flash_backward_keys(
     carry = zeros(OWN, k_ref), zeros(OWN, v_ref)
     last = end_ref[block] if documents else q_ref.shape[0]
     dk, dv = over_queries(step, carry, rows.start, last, blocks, documents)
-    store(dk_ref, rows, dk)
-    store(dv_ref, rows, dv)
+    store_rows(dk_ref, rows, dk)
+    store_rows(dv_ref, rows, dv)
 
 
 # --- Calls --------------------------------------------------------------------------------------------------------
-# Arrays are [B, T, H, channels] here, as products with weights leave them: so XLA transposes none.
+# Arrays are [B, T, H, channels] here, the layout in which products with weights write them: XLA need not transpose any.
 
 
 def of_a_head(array, H):
-    """What the program of one of H heads sees of [B, T, H or fewer heads, channels], of [B, H, T], or of [B, n]."""
+    """The part of an array that the program of one of H heads sees: of [B, T, H or fewer heads, channels], [B, H, T] or
+    [B, n]. Where an array has fewer heads, several programs share one."""
     if array is None:
         return None
     if array.ndim == 2:
@@ -237,7 +249,8 @@ def of_a_head(array, H):
 
 
 def call(kernel, blocks, inputs, outputs):
-    """Run a kernel for all blocks, heads and sequences; the first input is q. Returns arrays like `outputs`."""
+    """Run a kernel for all blocks, heads and sequences. The first input is q. Returns arrays of the shapes of
+    `outputs`."""
     from jax.experimental.pallas import triton  # here: not every platform's jax has it
 
     B, T, H, _ = inputs[0].shape
@@ -253,14 +266,14 @@ def call(kernel, blocks, inputs, outputs):
 
 
 def like(array, H, dtype=None):
-    """[B, T, H, channels] with the other dims of `array`, in its type or another one."""
+    """The shape [B, T, H, channels] of `array`, but with H heads, in its type or another one."""
     B, T, _, channels = array.shape
     return jax.ShapeDtypeStruct((B, T, H, channels), dtype or array.dtype)
 
 
 @jax.custom_vjp
 def flash(q, k, v, start):
-    """`flash_attention` of [B, T, H or H_kv, channels], channels a multiple of LEAST."""
+    """`flash_attention` with arrays [B, T, H or H_kv, channels], whose channels are a multiple of LEAST."""
     out, _ = _flash_forward(q, k, v, start)
     return out
 
@@ -282,14 +295,17 @@ def _flash_backward(kept, g):
     H, H_kv = q.shape[2], k.shape[2]
     (dq,) = call(flash_backward_queries, blocks, inputs, (like(q, H),))
     end = None if start is None else last_queries(start)
-    dtype = None if H == H_kv else jnp.float32  # summed over the queries' heads that share a key's
+    dtype = (
+        None if H == H_kv else jnp.float32
+    )  # the sum over the heads that share a key is in float32
     outputs = like(k, H, dtype), like(v, H, dtype)
     dk, dv = call(flash_backward_keys, blocks, (*inputs, end), outputs)
     return dq, sum_groups(dk, k), sum_groups(dv, v), None
 
 
 def sum_groups(gradients, array):
-    """Gradients [B, T, H, channels], each of one of H heads -> those of `array`, whose heads groups of H share."""
+    """Gradients [B, T, H, channels] of each head of the queries -> those of `array`, each of whose heads is shared by a
+    group of them."""
     if gradients.shape == array.shape:
         return gradients
     B, T, heads, channels = array.shape
@@ -300,13 +316,13 @@ flash.defvjp(_flash_forward, _flash_backward)
 
 
 def last_queries(start):
-    """Where the queries end that see any of a block of keys: [B, T / OWN]. `start` [B, T] never falls."""
+    """[B, T / OWN]: the position after the last query that sees any key of a block. `start` [B, T] never decreases."""
     last_key = jnp.arange(OWN - 1, start.shape[1], OWN)
     return jnp.sum(start[:, None] <= last_key[:, None], -1, dtype=jnp.int32)
 
 
 def flash_attention(q, k, v, position, start):
-    """`attention.attend` of whole sequences: T a multiple of OWN, in bfloat16 or float32, `start` never falls."""
+    """`attention.attend` of whole sequences in bfloat16 or float32. T is a multiple of OWN; `start` never decreases."""
 
     def padded(array):
         array = array.swapaxes(1, 2)
