@@ -2,7 +2,7 @@
 
 `architectures` holds what makes it a DeepSeek or another model: its table and its layers. Everything here but
 parameters runs inside `shard_map`, on local shapes, which tail comments give. A mesh of (1, 1, 1) is the unsharded
-model; there is no second implementation. From a batch to its loss:
+model. `plain_model.py` shows what all of this computes, and tests compare the two. From a batch to its loss:
 
     local_loss
       hidden_states
