@@ -1,4 +1,8 @@
-"""Shards in storage, local or remote: which there are, and their tokens, verified and cached by blocks. No jax."""
+"""Shards in storage, local or remote: listing them, and reading their tokens, verified and cached by blocks. No jax.
+
+`shards/corpus.py` asks a `Shard` for the tokens of a sequence. The `Shard` reads only the blocks that hold them, checks
+each block against the manifest, and keeps those of remote shards in a `Cache` on the local disk.
+"""
 
 import contextlib
 import functools
@@ -14,30 +18,31 @@ import numpy as np
 from runtime.files import ask, is_remote, list_folder, replacing
 from runtime.messages import Unavailable, UserError
 
-# seconds that a block is asked for again: a run that trains outlives an outage, within its --stuck_limit
+# Seconds for which a failed read of a block is tried again, so that a run outlasts an outage of the storage. It may end
+# earlier by its --stuck_limit.
 PATIENCE = 3600
-BLOCK = 1 << 20  # bytes of a shard that are read, verified and kept together
-# Names of the files of a Cache: of blocks, and of those that are being written. The former have at most 50 characters,
-# of which runtime/files.py makes the latter: no two blocks have the same.
+BLOCK = 1 << 20  # bytes of a shard that are read, verified and cached together
+# Names of the files of a Cache: blocks, and blocks that are still being written, to whose names runtime/files.py adds
+# 16 random digits.
 KEPT = re.compile(r"[0-9a-f]{40}-\d{1,9}(\.[0-9a-f]{16}\.part)?")
 
 
 def list_shards(folder):
-    """{name: what the storage says of it} of the .npy files in a folder, local or remote, but for hidden ones, such as
-    the ._000000.npy that macOS puts beside 000000.npy; {} where there is none. Raises UserError."""
+    """{name: what the storage says about the file} of the .npy files in a folder, local or remote; {} if it has none.
+    Hidden files are left out, such as the ._000000.npy that macOS puts beside 000000.npy. Raises UserError."""
     found = {os.path.basename(info["name"]): info for info in list_folder(folder)}
     shards = [name for name in sorted(found) if name.endswith(".npy") and name[0] != "."]
     return {name: found[name] for name in shards}
 
 
 def read_part(path, start, stop):
-    """(uint8 [at most stop - start], os.stat_result) of a local file, with fewer bytes where it ends before `stop`.
-    Raises OSError.
+    """(bytes `start` to `stop` of a local file as uint8, its os.stat_result). There are fewer bytes where the file ends
+    before `stop`. Raises OSError.
 
-    The file is opened for each read: thousands of shards would be too many open files, and one that is memory-mapped
-    kills the process where it has become shorter, or its disk fails.
+    The file is opened for each read, since thousands of shards would be too many open files. It is not memory-mapped,
+    since then the process would be killed when the file becomes shorter or its disk fails.
     """
-    # a pipe would have it wait for somebody who writes
+    # O_NONBLOCK: opening a pipe would wait until another process writes to it
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         content = np.empty(stop - start, np.uint8)
@@ -50,27 +55,29 @@ def read_part(path, start, stop):
 
 
 class Cache:
-    """Blocks of remote shards in a folder of at most `limit` bytes, which processes may share; the least used leave."""
+    """Blocks of remote shards in a local folder of at most `limit` bytes. Several processes may share the folder. The
+    least recently used blocks are removed first."""
 
     def __init__(self, folder, limit):
         self.folder = folder
         self.limit = limit
-        self.unseen = limit  # bytes written since the folder was last looked through
+        # Bytes written since the folder was last scanned. It starts at the limit, so that the first `put` scans.
+        self.unseen = limit
         self.lock = threading.Lock()
 
     def get(self, name, start, stop):
-        """uint8 [at most stop - start]: bytes of a block; none where it is not there."""
+        """Bytes `start` to `stop` of a cached block as uint8, or no bytes if it is not cached."""
         path = os.path.join(self.folder, name)
         with contextlib.suppress(OSError):
-            os.utime(path)  # the time of last use
+            os.utime(path)  # `_evict` reads this as the time of last use
             return read_part(path, start, stop)[0]
         return np.empty(0, np.uint8)
 
     def put(self, name, content):
-        """Keep a block. Raises UserError where the folder cannot be written."""
+        """Write a block. Raises UserError where the folder cannot be written."""
         path = os.path.join(self.folder, name)
         try:
-            # another thread or process may evict it before it has its name
+            # Another thread or process may remove the unfinished file before it is renamed: then it is not cached.
             with contextlib.suppress(FileNotFoundError), replacing(path, lasting=False) as f:
                 f.write(content)
         except OSError as e:
@@ -79,18 +86,18 @@ class Cache:
             ) from None
         with self.lock:
             self.unseen += len(content)
-            # seldom, since looking takes a while, and before the limit is passed
+            # Scanning a large folder takes a while, so it is done once per sixteenth of the limit.
             if self.unseen >= self.limit / 16:
                 self.unseen = 0
                 self._evict()
 
     def _evict(self):
-        """Remove the least recently used blocks, down to 15/16 of the limit; what else is there stays."""
+        """Remove the least recently used blocks until the rest take 15/16 of the limit. Other files are left alone."""
         files = []
         for entry in os.scandir(self.folder):
             if not KEPT.fullmatch(entry.name) or not entry.is_file(follow_symlinks=False):
                 continue
-            with contextlib.suppress(FileNotFoundError):  # another process was quicker
+            with contextlib.suppress(FileNotFoundError):  # another process has just removed it
                 stat = entry.stat()
                 files.append((stat.st_mtime_ns, stat.st_size, entry.path))
         total = sum(size for _, size, _ in files)
@@ -105,10 +112,12 @@ class Cache:
 class Shard:
     """One .npy file of token ids, local, or remote and read through a Cache by blocks.
 
-    A block is verified when it is first read, and again where the local file has changed since; then only the bytes
-    that are asked for are read. info: the file's size and what else its storage says of it; entry: its entry in the
-    manifest, {} without one. All methods raise UserError, naming the file, where it is missing, damaged or no shard,
-    and Unavailable where it cannot be read.
+    The first read of a block reads and verifies all of it. Later reads get only the bytes that they ask for, unless the
+    local file has changed since; then the block is verified again.
+
+    info: the file's size and what else its storage says about it. entry: its entry in the manifest, {} without one.
+    All methods raise UserError, which names the file, where it is missing, damaged or not a shard, and Unavailable
+    where it cannot be read.
     """
 
     def __init__(self, path, info, entry, cache):
@@ -116,10 +125,11 @@ class Shard:
         self.size = info["size"]
         self.entry = entry
         self.locks = {}  # {block: lock}
-        self.verified = {}  # {block: version of its copy on this machine that was found sound}
+        self.verified = {}  # {block: version of the local copy that was verified}
         self.first = None  # version of the local file when it was first read
         self.cache = cache
-        # without a manifest, what storage says tells whether an object was written anew
+        # The key of its blocks in the cache. Without a manifest, what the storage says (such as the time of the last
+        # change) tells whether an object was replaced.
         identity = repr((path, sorted(map(repr, info.items()))))
         self.key = entry.get("sha256") or hashlib.sha256(identity.encode()).hexdigest()
         self.is_remote = is_remote(path)
@@ -130,7 +140,7 @@ class Shard:
         try:
             f = io.BytesIO(self._read_bytes(0, min(self.size, BLOCK, 4096)).tobytes())
             version = np.lib.format.read_magic(f)
-            # 3.0 differs from 2.0 in the encoding of names, which rows of numbers have not
+            # 3.0 differs from 2.0 only in how it encodes names of fields, which plain arrays do not have
             is_first = version == (1, 0)
             read = (
                 np.lib.format.read_array_header_1_0
@@ -149,15 +159,15 @@ class Shard:
 
     @property
     def length(self):
-        """Number of tokens, which the manifest tells without a look at the file."""
+        """Number of tokens. Without a manifest it is read from the file's header."""
         return self.entry.get("tokens") or self.header[2]
 
     def read(self, start, stop, vocab_size):
-        """Token ids start .. stop, of the file's dtype. Raises UserError for one beyond the vocabulary."""
+        """Token ids `start` to `stop`, in the file's dtype. Raises UserError for an id beyond the vocabulary."""
         offset, dtype, _ = self.header
         begin, end = offset + start * dtype.itemsize, offset + stop * dtype.itemsize
         ids = self._read_bytes(begin, end).view(dtype)
-        # seen as unsigned, negative ids are beyond the vocabulary too
+        # As unsigned numbers, negative ids are large, and so beyond the vocabulary too.
         unsigned = dtype.str.replace("i", "u")
         top = int(ids.view(unsigned).max(initial=0))
         if top >= vocab_size:
@@ -173,7 +183,7 @@ class Shard:
             self.read(start, min(start + BLOCK, self.length), vocab_size)
 
     def _read_bytes(self, start, stop):
-        """uint8 [stop - start]: the bytes from `start` on."""
+        """Bytes `start` to `stop` of the file as uint8."""
         parts = [np.empty(0, np.uint8)]
         for b in range(start // BLOCK, -(-stop // BLOCK)):
             first = b * BLOCK
@@ -181,8 +191,9 @@ class Shard:
         return np.concatenate(parts)
 
     def _read_block(self, b, start, stop):
-        """uint8 [stop - start]: bytes of block b, which is verified when it is first read."""
-        with self.locks.setdefault(b, threading.Lock()):  # of two threads one fetches it
+        """Bytes `start` to `stop` of block b as uint8. The block is verified when it is first read."""
+        # so that two threads do not fetch the same block
+        with self.locks.setdefault(b, threading.Lock()):
             if b in self.verified:
                 content, version = self._kept(b, start, stop)
                 if self.verified[b] == version and len(content) == stop - start:
@@ -191,12 +202,12 @@ class Shard:
             return content[start:stop]
 
     def _verify(self, b):
-        """(uint8 [at most BLOCK], version) of block b, which is sound. A remote one is fetched unless it is cached."""
+        """(all bytes of block b as uint8, their version), verified. A remote block is fetched unless it is cached."""
         start, length = b * BLOCK, min(BLOCK, self.size - b * BLOCK)
         content, version = self._kept(b, 0, length)
         if self._is_sound(b, content):
             return content, version
-        for _ in range(2 * self.is_remote):  # it may be damaged on its way
+        for _ in range(2 * self.is_remote):  # twice, since a block may be damaged on its way here
             try:
                 place = dict(start=start, end=start + length)
                 content = ask(self.path, "cat_file", patience=PATIENCE, **place)
@@ -208,8 +219,8 @@ class Shard:
         raise self._damaged(f"its bytes from {start:,} on do not have the checksum of the manifest")
 
     def _kept(self, b, start, stop):
-        """(uint8 [at most stop - start], version) of block b as it is on this machine, not verified. A remote one has
-        one version, and no bytes where it is not in the cache."""
+        """(bytes `start` to `stop` of block b as uint8, their version) as they are on this machine, not verified. A
+        remote block has no bytes where it is not cached, and always the same version."""
         if self.is_remote:
             return self.cache.get(self._name(b), start, stop), "of the cache"
         first = b * BLOCK
@@ -223,9 +234,8 @@ class Shard:
             raise self._damaged(f"it has {stat.st_size:,} bytes instead of {self.size:,}")
         version = stat.st_size, stat.st_mtime_ns
         self.first = self.first or version
-        if version != self.first and not self.entry.get(
-            "crc32"
-        ):  # nothing tells whether it is the same
+        # Without checksums nothing tells whether a changed file still has the same tokens.
+        if version != self.first and not self.entry.get("crc32"):
             raise self._damaged("it was changed after training began")
         return content, version
 

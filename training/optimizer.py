@@ -1,4 +1,8 @@
-"""The optimizer, its learning rate, and the numbers of both that a compiled step takes as inputs."""
+"""The optimizer, its learning rate, and the numbers of both that a compiled step takes as inputs.
+
+`training/train_step.py` calls `update` with the gradient and the rate of `learning_rate`, and adds the result to the
+parameters. Muon itself is in `training/muon.py`.
+"""
 
 import dataclasses
 
@@ -14,7 +18,7 @@ import utils
 from architectures import parameters
 from training import muon
 
-# {flag: type} of the optimizer's numbers: rates, decays and the steps of the schedule.
+# {flag: type} of the flags of the optimizer that are numbers: rates, decays and the steps of the schedule.
 HYPERPARAMETERS = {
     f.name: {int: np.int32, float: np.float32}[f.type]
     for f in dataclasses.fields(utils.Optimizer)
@@ -25,10 +29,10 @@ HYPERPARAMETERS = {
 def hyperparameters(cfg, mesh):
     """{flag: int32 [] or float32 [] on all devices}: the numbers of `cfg.optimizer`, for `steps.make_train_step`.
 
-    A compiled step takes them as inputs. So runs that differ in them, as those of a sweep over rates, lengths or decays
-    do, share one compiled program: the second one finds it in the cache. And XLA cannot look at them, or it would
-    simplify each program in its own way and round differently: a branch is to the bit the run that was planned so from
-    the start.
+    A compiled step takes them as inputs and not as constants, for two reasons. Runs that differ only in them, as in a
+    sweep over learning rates, share one compiled program: the second run finds it in the cache. And XLA would simplify
+    programs with different constants in different ways, which round differently. So a run that is resumed with a new
+    rate equals, to the bit, the run that was planned this way from the start.
     """
     replicated = NamedSharding(mesh, P())
     found = {}
@@ -39,13 +43,15 @@ def hyperparameters(cfg, mesh):
 
 
 def make_optimizer(cfg, mesh):
-    """AdamW (arXiv:1711.05101) or Muon (arXiv:2502.16982; training/muon.py) after clipping by the global norm.
+    """AdamW (arXiv:1711.05101) or Muon (arXiv:2502.16982) after clipping by the global norm.
 
-    Its `update` takes the step's `learning_rate` as `rate`, since the schedule counts skipped steps too. Weight decay
-    follows the schedule: a step takes learning rate x weight_decay of a matrix away. The numbers of `cfg.optimizer`
-    may be arrays of a step that is being traced; `init` needs none of them.
+    Its `update` takes the `learning_rate` of the step as `rate`. optax's own schedules count updates, and so would not
+    count steps that are skipped. Weight decay follows the schedule: each step subtracts learning rate x weight_decay x
+    the matrix, for the embedding times embedding_lr. The numbers of `cfg.optimizer` may be traced arrays, since a
+    compiled step takes them as inputs; `init` needs none of them.
     """
     o = cfg.optimizer
+    # Norms, biases and routers are not decayed: they are small, and their scale matters.
     matrices = parameters.table_map(lambda param: param.cast, model.param_table(cfg))
     rule = optax.chain(
         make_rule(cfg, mesh),
@@ -58,7 +64,11 @@ def make_optimizer(cfg, mesh):
 
 
 def make_rule(cfg, mesh):
-    """The optax transformation from gradients to updates of about equal size, by --optimizer."""
+    """The optax transformation that --optimizer names, from gradients to updates of about the same size whatever the
+    gradients' size, to be multiplied by the learning rate.
+
+    Muon updates matrices between hidden channels, for which it is made; AdamW updates all others.
+    """
     adam = optax.scale_by_adam(b1=0.9, b2=cfg.optimizer.adam_b2)
     if cfg.optimizer.optimizer == "adamw":
         return adam
@@ -72,13 +82,13 @@ def make_rule(cfg, mesh):
 
 
 def descend(updates, state, params=None, *, rate, **_):
-    """`update` of the optax transformation that multiplies by -rate."""
+    """The `update` function of an optax transformation that multiplies by -rate."""
     return jax.tree.map(lambda x: -rate * x, updates), state
 
 
-NEVER = 2**31 - 1  # a step, int32, that no run reaches
-# {--schedule: share of the decay -> share of max_lr - end_lr that is left}. wsd's, of the shapes that arXiv:2405.18392
-# compares, ends with the lowest loss, below a straight line.
+NEVER = 2**31 - 1  # the largest int32, a step that no run reaches
+# {--schedule: function from the share of the decay that has passed to the share of max_lr - end_lr that is left}. For
+# wsd it is 1 - sqrt, which ends with the lowest loss of the shapes that arXiv:2405.18392 compares.
 SHAPES = dict(
     cosine=lambda share: (1 + jnp.cos(jnp.pi * share)) / 2,
     linear=lambda share: 1 - share,
@@ -87,7 +97,8 @@ SHAPES = dict(
 
 
 def learning_rate(o, step):
-    """float32 []: the rate of the step after `step` others, by the flags `o` (`utils.Optimizer`) alone; never negative.
+    """The learning rate of step number `step`, counted from 0: float32 [], never negative. It depends on nothing but
+    the flags `o`, a `utils.Optimizer`.
 
     With max_lr 1, end_lr 0, warmup_steps 10, end_steps 110 and, for wsd, decay_steps 40:
 
