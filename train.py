@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import jax
 
 import utils
-from config import command_line, settle
+from config import checks, command_line, resume, settle
+from config.flags import Found
 from config.presets import preset
 from dataset import Prefetch, put_batch
 from logs.ending import best_in_words, tell_end
@@ -68,7 +69,7 @@ def run(flags, workbench, pulse=None):
 
 
 def start(flags, workbench, began=None, pulse=None):
-    """Train as `settle.Flags` say, resuming where the run left off. began: when the process did, by time.time();
+    """Train as `Flags` say, resuming where the run left off. began: when the process did, by time.time();
     None: now. pulse: the `Pulse` that it began with; None: a new one. Returns 0 or 128 + the signal."""
     goodput = Goodput(began or time.time())
     with pulse or Pulse("starting") as pulse:
@@ -76,7 +77,7 @@ def start(flags, workbench, began=None, pulse=None):
         if jax.process_index():  # one process speaks for all
             pulse.close()
         asked = flags.cfg  # not settled yet: read only fields that nothing below can change
-        settle.check_names(asked)  # before anything is written there
+        checks.check_names(asked)  # before anything is written there
         processes.on_all(lambda: check_run_path(asked.run.folder, "--output_dir"))
         configure_jax(asked)
         # early, since its package may be missing
@@ -101,18 +102,26 @@ def open_and_settle(flags, workbench, lock):
     """(the final configuration, `Opened`)."""
     asked, weights = flags.cfg, workbench.weights()
     source = asked.run.init_from
-    of_weights = load_weights = None
+    of_weights, load_weights = {}, None
     if source:
         of_weights, load_weights = weights.open_weights(source)
-    stored = settle.stored_config(asked.run.folder)
+    stored = resume.stored_config(asked.run.folder)
     shards = manifests(asked, "train", "val")
     if load_weights and not stored:
         weights.check_tokenizer(f"--init_from {source}", source, shards, asked.data.tokenizer)
     encoding = encoding_of(shards, asked.data.tokenizer)
     flags = suit_prompt(flags, shards, encoding)
-    kind = jax.devices()[0].device_kind
-    n, share = jax.device_count(), workbench.plans_of_runs().memory_share()
-    cfg = settle.settle(flags, n, of_weights, stored, shards, encoding, kind, share)
+    found = Found(
+        jax.device_count(),
+        device_kind=jax.devices()[0].device_kind,
+        memory_share=workbench.plans_of_runs().memory_share(),
+        weights=of_weights,
+        stored=stored,
+        is_data_open=True,
+        shards=shards,
+        encoding=encoding,
+    )
+    cfg = settle.settle(flags, found)
     if of_weights:
         most = weights.positions(source, of_weights["T"])
         if cfg.model.T > most:
@@ -129,7 +138,7 @@ def suit_prompt(flags, shards, encoding):
     cfg = flags.cfg
     if "prompt" in flags.given or cfg.data.data == preset(cfg.run.preset).data.data:
         return flags
-    return flags.follow(prompt=opening_of(cfg, shards, encoding) or cfg.sample.prompt)
+    return flags.with_defaults(prompt=opening_of(cfg, shards, encoding) or cfg.sample.prompt)
 
 
 class Run(NamedTuple):
@@ -197,7 +206,7 @@ def train(cfg, opened, workbench, goodput, pulse):
         say(f"nothing to do: {cfg.run.name} is at its last step; give more steps, or another name")
         checkpoints.close()
         return 0
-    processes.on_main_process(lambda: settle.tell_schedule(cfg, opened.stored))
+    processes.on_main_process(lambda: resume.tell_schedule(cfg, opened.stored))
 
     # --- Batches: before minutes of compiling, so that what is wrong with them is said first
     with goodput.during("waiting"):

@@ -110,7 +110,7 @@ class Model:
     (TPUs) and flash (A100, H100, H200, B200): none. auto: splash or flash where it runs, else blockwise."""
 
     revision: int = flag(1, on_resume="kept", derived=True)
-    """Goes up when flags begin to mean another model, which older runs are not (config/settle.py: CHANGED)."""
+    """Goes up when flags begin to mean another model, which older runs are not (config/resume.py: CHANGED)."""
 
     @property
     def key_dim(self):
@@ -223,6 +223,11 @@ class Optimizer:
     """Weight of the sequence-level load-balancing loss."""
     bias_update_rate: float = flag(1e-3, on_resume="kept", free_with_weights=True, absent=1e-3)
     """Step by which a router's selection bias moves towards an even load after every training step."""
+
+    @property
+    def comes_down(self):
+        """Whether the learning rate comes down to end_lr; that of a trunk, wsd without decay_steps, does not."""
+        return self.schedule != "wsd" or self.decay_steps > 0
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,12 @@ from pathlib import Path
 
 import utils
 from config import foreign
+from config.batch import SPLIT
+from config.flags import Flags, Found, without
 from config.parser import NEAR, read_words
 from config.presets import PRESETS, preset
-from config.settle import SPLIT, Flags, check_same, settle, validate, without
+from config.resume import check_same
+from config.settle import settle, validate
 from runtime.files import check_run_path, is_remote, read_json
 from runtime.messages import HIDDEN, UserError, masked, nearest, one_sentence, short
 from runtime.platforms import PLUGINS
@@ -191,7 +194,7 @@ def follow_tokenizer(flags, load):
             flag="vocab_size",
             value=size,
         )
-    return flags.follow(vocab_size=encoding.n_vocab)
+    return flags.with_defaults(vocab_size=encoding.n_vocab)
 
 
 def tasks_of_slurm():
@@ -263,7 +266,7 @@ def check(argv, elsewhere):
     if r.init_from:  # which has the architecture
         return flags
     dp, pp, tp = r.n_device_axis
-    settle(flags, r.n_devices or (dp or some_dp(flags.cfg)) * pp * tp)
+    settle(flags, Found(r.n_devices or (dp or some_dp(flags.cfg)) * pp * tp))
     return flags
 
 

@@ -7,17 +7,28 @@ import jax
 import numpy as np
 
 import utils
-from config import settle
+from config.prompt import whole_prompt
 from inference import decoding
 from shards.tokenization import text_of
 from training.train_state import abstract_params, arranger
+
+
+def prompt_ids(cfg, encoding):
+    """Token ids, int32, that samples continue; None where no tokenizer is known, --T leaves no room or the model does
+    not know one of them."""
+    if encoding is None or cfg.model.T < 2:
+        return None
+    ids = whole_prompt(cfg, encoding)[: cfg.model.T - cfg.sample.max_tokens]
+    if max(ids) >= cfg.model.vocab_size:
+        return None
+    return np.array(ids, np.int32)
 
 
 def make_sampler(cfg, mesh, encoding, ends=()):
     """`sample(params)` -> texts that continue --prompt, with the same draws every time; no texts where there is no
     tokenizer (`encoding`) or --T leaves no room. ends: of `weights.ends`. Decoding wants the blocks in order
     (`arranger`)."""
-    prompt = settle.prompt_ids(cfg, encoding)
+    prompt = prompt_ids(cfg, encoding)
     if prompt is None:
         return lambda params: []
     in_order = utils.replace(cfg, pp_interleave=1)

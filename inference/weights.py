@@ -8,7 +8,7 @@ import re
 import jax
 
 import utils
-from config import settle
+from config import resume, settle
 from hf import hub, pretrained
 from logs.overfitting import overfit
 from logs.rows import read_rows
@@ -41,11 +41,11 @@ def open_weights(folder):
             f"{folder}: neither a run directory nor a folder in the Hugging Face format (each holds a config.json)"
             f"{hint(folder)}."
         )
-    settle.check_stored(config, folder, ["architecture"])
+    resume.check_stored(config, folder, ["architecture"])
     flags = {name: config[name] for name in vars(utils.Model()) if name in config}
     settle.check_model(flags, os.path.join(folder, "config.json"))
     cfg = utils.replace(utils.Config(), pp_interleave=1, **flags)
-    explain = functools.partial(settle.other_flags, cfg)
+    explain = functools.partial(resume.other_flags, cfg)
     checkpoints = Checkpoints(os.path.join(local, "checkpoints"), explain=explain)
 
     def load_chosen(abstract):
@@ -58,7 +58,7 @@ def open_weights(folder):
 def choose_checkpoint(folder, local, checkpoints):
     """The step of the checkpoint to take of a run: that of RUN@STEP, where `folder` is so; of a run that overfits the
     one with the smallest held-out loss, which is printed; else None, the newest sound one. Raises UserError."""
-    steps = settle.checkpoint_steps(local)
+    steps = resume.checkpoint_steps(local)
     if asked := hub.step_in(folder):
         if asked not in steps:
             there = ", ".join(map(str, steps)) or "none"

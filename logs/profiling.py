@@ -11,7 +11,7 @@ import jax
 
 import utils
 from collectives import count_slices
-from config import settle
+from config import checks
 from runtime.files import write_file, write_json
 from runtime.messages import say
 from runtime.outbox import attempt
@@ -38,7 +38,7 @@ class Profile:
         self.train_step = train_step
         self.wait = wait
         self.began = False  # the trace
-        first, self.last = settle.profiled_steps(cfg.run)
+        first, self.last = checks.profiled_steps(cfg.run)
         self.first = max(first, step + 1)
         self.done = 0  # the last step done
         self.local = None  # folder for the trace that is under way

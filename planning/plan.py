@@ -18,6 +18,8 @@ import model
 import utils
 from collectives import count_slices
 from config import settle
+from config.batch import divisors
+from config.flags import Found
 from inference import weights
 from planning import costs, hlo, machines
 from planning.machines import Machine, TooLarge, parse_machine
@@ -195,8 +197,8 @@ def fitted(cfg, n, **flags):
 
 def meshes(cfg, n):
     """The shapes (dp, pp, tp) of n devices that the model can be spread over."""
-    for pp in settle.divisors(math.gcd(cfg.model.blocks, n)):
-        for tp in settle.divisors(n // pp):
+    for pp in divisors(math.gcd(cfg.model.blocks, n)):
+        for tp in divisors(n // pp):
             yield n // pp // tp, pp, tp
 
 
@@ -207,8 +209,8 @@ def variants(cfg, n):
     for dp, pp, tp in meshes(cfg, n):
         values = WAYS | dict(
             n_device_axis=[(dp, pp, tp)],
-            microbatches=settle.divisors(max(1, total // dp)),
-            pp_interleave=settle.divisors(cfg.model.blocks // pp) if pp > 1 else [1],
+            microbatches=divisors(max(1, total // dp)),
+            pp_interleave=divisors(cfg.model.blocks // pp) if pp > 1 else [1],
         )
         if tp == 1:  # no sequences to be split
             values["sequence_parallel"] = [cfg.model.sequence_parallel]
@@ -233,9 +235,9 @@ def neighbors(cfg, n):
     """The configurations that one change makes of `cfg`, of a flag or of the mesh, validated for n devices."""
     batch = cfg.data.train_batch_size
     values = WAYS | dict(
-        pp_interleave=settle.divisors(cfg.model.blocks // cfg.run.n_device_axis[1]),
-        microbatches=settle.divisors(batch),
-        accumulation_steps=settle.divisors(batch * cfg.run.accumulation_steps),
+        pp_interleave=divisors(cfg.model.blocks // cfg.run.n_device_axis[1]),
+        microbatches=divisors(batch),
+        accumulation_steps=divisors(batch * cfg.run.accumulation_steps),
         n_device_axis=meshes(cfg, n),
     )
     changes = [fitted(cfg, n, **{flag: value}) for flag in values for value in values[flag]]
@@ -403,11 +405,16 @@ def planned_config(flags, machine):
     if run.n_devices not in (0, machine.n):
         raise UserError(f"--n_devices {run.n_devices}: --plan {machine.name} has {machine.n}.")
     check_place(flags.cfg.plan.plan_json, "plan_json")
-    of_weights = weights.open_weights(run.init_from)[0] if run.init_from else None
+    of_weights = weights.open_weights(run.init_from)[0] if run.init_from else {}
     # no cache: what was compiled for devices that are not there cannot be read back
-    flags = flags.fix(n_devices=0, compilation_cache="")
-    kind, share = machine.chip.kind, memory_share_of(machine)
-    cfg = settle.settle(flags, machine.n, of_weights, device_kind=kind, memory_share=share)
+    flags = flags.with_given(n_devices=0, compilation_cache="")
+    found = Found(
+        machine.n,
+        device_kind=machine.chip.kind,
+        memory_share=memory_share_of(machine),
+        weights=of_weights,
+    )
+    cfg = settle.settle(flags, found)
     if cfg.model.document_mask:
         cfg = utils.replace(cfg, end_of_text=0)  # any token will do
     return cfg

@@ -58,6 +58,7 @@ import train as training_program
 import utils
 from architectures import parameters
 from config import parser, presets, settle
+from config.flags import Flags
 from runtime import messages
 from shards import manifest, published, storage, tokenization
 from training.device_mesh import make_mesh
@@ -301,7 +302,7 @@ def train(run_flags):
         # not through the command line: its parser compiles source, which Python 3.11 cannot do beside other threads
         flags = {n: str(v) if isinstance(v, Path) else v for n, v in flags.items() if v is not None}
         cfg = utils.replace(presets.preset("tiny"), **flags)
-        return training_program.start(settle.Flags(cfg, frozenset(flags)), main.workbench())
+        return training_program.start(Flags(cfg, frozenset(flags)), main.workbench())
 
     return train
 

@@ -10,6 +10,7 @@ from test_plan import planned as planned  # a fixture
 
 import utils
 from config import command_line, presets, settle
+from config.flags import Flags, Found
 from planning import gpus, machines
 from runtime import chips, platforms
 
@@ -45,14 +46,15 @@ def test_a_device_is_one_chip():
 def test_the_dtype_of_a_chip(capsys, monkeypatch, chip, given, dtype, said):
     """Which a run keeps on another chip."""
     monkeypatch.setattr(platforms, "cpu_has_bfloat16", lambda: chip == "cpu with AMX")
-    flags = settle.Flags(presets.preset("gpt2-124m"), frozenset(given))
+    flags = Flags(presets.preset("gpt2-124m"), frozenset(given))
     kind = chips.CHIPS[chip].kind if chip in chips.CHIPS else chip.split()[0]
-    cfg = settle.follow_dtype(flags, {}, kind).cfg
+    cfg = settle.settle_model(flags, Found(1, device_kind=kind)).cfg
     out = capsys.readouterr().out
     assert cfg.model.model_dtype == dtype and said in out and bool(said) == bool(out)
     for other in ("T4", "L4", "T4"):
         kind = chips.CHIPS[other].kind
-        cfg = settle.follow_dtype(flags, utils.flatten(cfg), kind).cfg
+        found = Found(1, device_kind=kind, stored=utils.flatten(cfg))
+        cfg = settle.settle_model(flags, found).cfg
         assert cfg.model.model_dtype == dtype
 
 

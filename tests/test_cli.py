@@ -23,9 +23,11 @@ from families import ARCHITECTURES
 import architectures
 import utils
 from config import command_line, foreign, parser, presets, settle
+from config.flags import Flags, Found, without
 from config.program import read_flags
 from data import tokenize_shards, train_tokenizer
 from data.sources import kinds
+from inference import sampling
 from runtime import files, messages, platforms, processes
 from shards import tokenization
 from shards.corpus import Corpus
@@ -87,6 +89,7 @@ def test_every_field_is_used():
         "config",
         "architectures",
         "kernels",
+        "logs",
         "training",
         "inference",
         "runtime",
@@ -118,7 +121,7 @@ def test_jaxformers_name_of_a_flag_is_accepted(old, clear):
 
 def test_jaxformers_command_of_its_final_run_is_accepted():
     words = "--eval_every=75 --n_device_axis 8 2 2 --name moe1B --train_batch_size 32 --use_cache --wandb"
-    r = settle.settle(command_line.parse(words.split()), 32).run
+    r = settle.settle(command_line.parse(words.split()), Found(32)).run
     assert (r.eval_every, r.save_steps, r.n_devices, r.wandb) == (75, 750, 32, True)
     assert r.pp_interleave == 4, "as many rounds as 8 blocks on 2 stages allow"
 
@@ -173,13 +176,13 @@ def test_a_file_of_flags_is_between_the_preset_and_what_is_given(tmp_path):
     assert {"blocks", "experts_per_token", "train_batch_size"} < given
 
     words = "--preset tiny --T 64 --n_devices 8 --n_device_axis 2 2 2 --max_lr 0.003 --wandb"
-    first = settle.settle(command_line.parse(words.split()), 8)
+    first = settle.settle(command_line.parse(words.split()), Found(8))
     path.write_text(json.dumps(utils.flatten(first) | {"data_fingerprint": "x", "encoding": None}))
     mesh = "--n_device_axis 2 2 2".split()
-    again = settle.settle(command_line.parse(["--config", str(path), *mesh]), 8)
+    again = settle.settle(command_line.parse(["--config", str(path), *mesh]), Found(8))
     assert utils.replace(again, config="") == first
     for n in (1, 2, 4):
-        moved = settle.settle(command_line.parse(["--config", str(path)]), n)
+        moved = settle.settle(command_line.parse(["--config", str(path)]), Found(n))
         assert moved.run.n_device_axis == (n, 1, 1) and moved.data.global_batch_size == 16
         assert (moved.model, moved.optimizer) == (first.model, first.optimizer)
     planned = command_line.parse(["--config", str(path), "--plan", "v5e-1"])
@@ -322,7 +325,7 @@ def test_a_mistake_gets_a_sentence(words, said, tmp_path):
     small += ["--output_dir", str(tmp_path)]
     argv = ["--preset", "tiny", *small, *words.split()]
     if words in BAD:
-        refusal(lambda: settle.settle(command_line.parse(argv), 8), *said)
+        refusal(lambda: settle.settle(command_line.parse(argv), Found(8)), *said)
     if words != "--n_devices 16":  # only devices tell
         refusal(lambda: command_line.check(argv, elsewhere=False), *said)
 
@@ -661,7 +664,7 @@ def test_what_starts_processes_is_understood_or_gets_a_sentence(variables, expec
         assert command_line.check_processes(flags) == expected
     else:
         refusal(lambda: command_line.check_processes(flags), expected)
-    assert command_line.check_processes(flags.follow(num_processes=1)) == 1
+    assert command_line.check_processes(flags.with_defaults(num_processes=1)) == 1
 
 
 def test_a_process_that_jax_cannot_place_among_others_does_not_train_alone(monkeypatch):
@@ -741,16 +744,17 @@ FOLLOW = {  # words, and the defaults that change with them
 
 @pytest.mark.parametrize("words, changed", FOLLOW.items())
 def test_a_default_never_refuses_what_was_given(words, changed):
-    cfg, given = settle.follow(command_line.parse(["--preset", "tiny", *words.split()]))
+    parsed = command_line.parse(["--preset", "tiny", *words.split()])
+    cfg, given = settle.settle_model(parsed, Found(0))
     wanted = utils.flatten(presets.preset("tiny")) | changed
-    assert settle.without(given, utils.flatten(cfg)) == settle.without(given, wanted)
+    assert without(given, utils.flatten(cfg)) == without(given, wanted)
     settle.validate(cfg, int(np.prod(cfg.run.n_device_axis)) or 1)
-    assert settle.follow(settle.Flags(cfg, given)).cfg == cfg
+    assert settle.settle_model(Flags(cfg, given), Found(0)).cfg == cfg
 
 
 def divided(words, n=1, **how):
     """{flag: value} of the batch that a command line on n devices has."""
-    cfg = settle.settle(command_line.parse(words.split()), n, **how)
+    cfg = settle.settle(command_line.parse(words.split()), Found(n, **how))
     batch = dict(dp=cfg.run.n_device_axis[0], A=cfg.run.accumulation_steps)
     d = cfg.data
     batch |= dict(
@@ -797,7 +801,7 @@ def test_a_preset_trains_on_as_many_tokens_a_step_on_every_mesh(preset):
         uneven = total % (dp * pp) or blocks % pp or (experts % (dp * tp) and dp * tp % experts)
         if n > 64 or uneven or any(size % tp for size in (m.n_head, m.kv_heads, m.T)):
             continue
-        cfg = settle.settle(words.fix(n_device_axis=(dp, pp, tp)), n)
+        cfg = settle.settle(words.with_given(n_device_axis=(dp, pp, tp)), Found(n))
         evaluated = cfg.run.eval_steps * math.prod(val_batch_shape(cfg))
         batches.add((tokens_per_step(cfg), evaluated))
         meshes += 1
@@ -840,7 +844,7 @@ def test_a_mesh_that_cannot_share_the_batch_gets_a_sentence():
 def test_a_file_of_flags_keeps_its_global_batch_on_another_mesh(tmp_path):
     path = tmp_path / "config.json"
     words = "--preset tiny --n_device_axis 2 1 1 --train_batch_size 12 --microbatches 4"
-    cfg = settle.settle(command_line.parse(words.split()), 2)
+    cfg = settle.settle(command_line.parse(words.split()), Found(2))
     path.write_text(json.dumps(utils.flatten(cfg) | {"data_fingerprint": "x"}))
     words = f"--config {path}"
     assert divided(words, 2) == divided("--preset tiny --global_batch_size 24", 2)
@@ -876,18 +880,20 @@ def test_every_flag_alone_works_with_all_defaults(preset, tmp_path, monkeypatch)
             if name == "n_experts":  # which has no group of them all
                 cfg = utils.replace(cfg, n_groups=1, k_groups=1)
             n_devices = int(np.prod(value)) if name == "n_device_axis" else cfg.run.n_devices or 1
-            how = dict(n_devices=n_devices, stored={}, encoding=BYTES)
-            final = settle.settle(settle.Flags(cfg, {name}), **how)
-            assert settle.settle(settle.Flags(final, {name}), **how) == final
-            prompt = settle.prompt_ids(final, BYTES)
+            found = Found(n_devices, is_data_open=True, encoding=BYTES)
+            final = settle.settle(Flags(cfg, {name}), found)
+            assert settle.settle(Flags(final, {name}), found) == final
+            prompt = sampling.prompt_ids(final, BYTES)
             assert len(prompt) + final.sample.max_tokens <= final.model.T
 
 
 def test_samples_fit_in_short_sequences_unless_their_length_was_given():
     def fitted(T, *given, **flags):
         cfg = utils.replace(presets.preset("tiny"), T=T, **flags)
-        cfg = settle.fit_samples(settle.Flags(cfg, {*given}), BYTES)
-        ids = settle.prompt_ids(cfg, BYTES)
+        flags = Flags(cfg, {*given})
+        fitting = prompt.max_tokens(flags, Found(1, encoding=BYTES))
+        cfg = flags.with_defaults(**fitting).cfg
+        ids = sampling.prompt_ids(cfg, BYTES)
         return cfg.sample.max_tokens, None if ids is None else ids.tolist()
 
     prompt = [256, *b"class"]
@@ -1010,7 +1016,7 @@ LITTLE = {  # tokens to train on, to validate on, flags, and (T, sequences of a 
 def test_little_text_makes_a_training_small_and_what_was_given_stays(train, val, flags, capsys):
     T, total, validated = LITTLE[train, val, flags]
     parsed = command_line.parse(f"--preset tiny {flags}".split())
-    cfg = settle.settle(parsed, 1, stored={}, shards=little(train, val))
+    cfg = settle.settle(parsed, Found(1, shards=little(train, val)))
     got = cfg.model.T, cfg.data.global_batch_size, math.prod(val_batch_shape(cfg))
     assert got == (T, total, validated)
     changed = got != (parsed.cfg.model.T, parsed.cfg.data.global_batch_size, total)
@@ -1024,9 +1030,11 @@ def test_little_text_makes_the_same_training_on_every_mesh():
     for mesh in itertools.product((1, 2), repeat=3):
         n = math.prod(mesh)
         words = ["--preset", "tiny", "--n_device_axis", *map(str, mesh), "--n_devices", str(n)]
-        cfg = settle.settle(command_line.parse(words), n, stored={}, shards=little(1800, 200))
+        cfg = settle.settle(command_line.parse(words), Found(n, shards=little(1800, 200)))
         found.add((cfg.model.T, tokens_per_step(cfg), math.prod(val_batch_shape(cfg))))
     assert found == {(32, 128, 4)}
     stored = json.loads(json.dumps(utils.flatten(cfg) | {"data_fingerprint": "x", "T": 64}))
-    again = settle.settle(command_line.parse(words), 8, stored=stored, shards=little(1800, 200))
+    again = settle.settle(
+        command_line.parse(words), Found(8, stored=stored, shards=little(1800, 200))
+    )
     assert again.model.T == 64 and again.data.global_batch_size == 4

@@ -26,6 +26,7 @@ from test_tools import make_run
 import architectures
 import utils
 from config import command_line, parser, settle
+from config.flags import Found, free_of_weights
 from config.program import read_flags
 from hf import gpt2, pretrained, registry
 from inference import sampling, weights
@@ -47,7 +48,7 @@ FLAGS = ARCHITECTURES | {"no shared": NO_SHARED, "own": dict(layers_per_block=3)
 def params_of(folder, cfg):
     """The parameters of a run or an exported folder, in which the model is that of `cfg`."""
     stored, load = weights.open_weights(str(folder))
-    free = settle.free_of_weights(cfg.model.architecture)
+    free = free_of_weights(cfg.model.architecture)
     of_weights = {flag: value for flag, value in stored.items() if flag not in free}
     assert settled(utils.replace(cfg, **of_weights).model) == settled(cfg.model)
     return jax.tree.map(np.asarray, load(abstract_params(cfg, make_mesh(cfg))))
@@ -323,14 +324,19 @@ def test_weights_train_on_shards_of_a_tokenizer_with_more_tokens(
     of_weights, _ = weights.open_weights(str(more_tokens))
     for given in ([], ["--tokenizer", path], ["--tokenizer", path, "--vocab_size", "257"]):
         parsed = command_line.parse([*words, *given])
-        cfg = settle.settle(parsed, 1, of_weights, {}, manifests(parsed.cfg, "train", "val"))
+        cfg = settle.settle(
+            parsed, Found(1, weights=of_weights, shards=manifests(parsed.cfg, "train", "val"))
+        )
         assert cfg.model.vocab_size == 257 and warned in capsys.readouterr().out
         assert Mixture(cfg, "train", 10).n_sequences
-    resumed = settle.follow_shards(
-        command_line.parse(["--tokenizer", path]), {"vocab_size": 257}, []
-    )
+    parsed = command_line.parse(["--tokenizer", path])
+    resumed = settle.settle_model(parsed, Found(1, stored={"vocab_size": 257}))
     assert resumed.cfg.model.vocab_size == 257
-    refusal(lambda: settle.settle(parsed, 1, shards=manifests(cfg, "train")), "need 301; give that")
+    parsed = command_line.parse([*words, "--tokenizer", path, "--vocab_size", "257"])
+    refusal(
+        lambda: settle.settle(parsed, Found(1, shards=manifests(cfg, "train"))),
+        "need 301; give that",
+    )
     ids[7] = 300
     np.save(data / "train/000000.npy", ids.astype(np.uint16))
     describe(data, **made)

@@ -16,6 +16,7 @@ from families import ARCHITECTURES, FAMILIES
 import model
 import utils
 from config import command_line, presets, settle
+from config.flags import Flags
 from planning import costs, gpus, hlo, machines, plan
 from runtime import platforms
 from training import optimizer
@@ -134,7 +135,7 @@ def test_formulas_agree_with_the_tpu_compiler(
 
     monkeypatch.setattr(machines, "ask_compiler", lambda cfg, machine: compiled)
     asked = utils.replace(cfg, plan=name, plan_json=str(tmp_path / "a/plan.json"))
-    plan.main(settle.Flags(asked, frozenset(utils.flatten(cfg))))
+    plan.main(Flags(asked, frozenset(utils.flatten(cfg))))
     a = json.loads((tmp_path / "a/plan.json").read_text())
     assert machine.chip.kind in capsys.readouterr().out and a["compiled"] and a["fits"]
     assert (tmp_path / "a/plan.hlo").read_text() == compiled.text

@@ -26,6 +26,7 @@ from test_resume import TINY, assert_bitwise, checkpoint_of, metrics_of
 import train as training_program
 import utils
 from config import presets, settle
+from config.flags import Flags, Found
 from config.program import read_flags
 from data import output
 from inference import weights
@@ -297,12 +298,12 @@ def test_the_manifest_decides_the_vocabulary(tmp_path, capsys):
     ):
         cfg = utils.replace(presets.preset(preset), **given, output_dir=str(tmp_path))
         shards = [("a", "a/train", dict(vocab_size=size) if size else {})]
-        flags = settle.Flags(cfg, {*given} - {"vocab_size"})
-        found = settle.follow_shards(flags, {}, shards).cfg
+        flags = Flags(cfg, {*given} - {"vocab_size"})
+        found = settle.settle_model(flags, Found(1, shards=shards)).cfg
         assert found == utils.replace(cfg, vocab_size=wanted)
         assert ("the vocabulary has" in capsys.readouterr().out) == (found != cfg)
         stored = utils.flatten(cfg) | dict(vocab_size=60000, data_fingerprint="x")
-        kept = settle.follow_shards(settle.Flags(cfg, set()), stored, shards)
+        kept = settle.settle_model(Flags(cfg, set()), Found(1, stored=stored, shards=shards))
         assert kept.cfg.model.vocab_size == 60000
 
 

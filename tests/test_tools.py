@@ -19,7 +19,8 @@ from families import SMALL_GPT2
 import main
 import train as training_program
 import utils
-from config import presets, settle
+from config import presets
+from config.flags import Flags
 from inference import decoding, weights
 from runtime import messages
 from shards import tokenization
@@ -352,7 +353,7 @@ def test_weights_are_refused_shards_of_another_tokenizer(run, shards, tmp_path, 
     assert f"warning: {shards}/val has no manifest.json, so its shards are not verified" in err
     at = dict(init_from=str(run[0]), data=str(other), output_dir=str(tmp_path / "runs"))
     cfg = utils.replace(presets.preset("tiny"), n_device_axis=(1, 1, 1), **ONE, **at)
-    flags, said = settle.Flags(cfg, frozenset([*at, "n_devices"])), "another tokenizer"
+    flags, said = Flags(cfg, frozenset([*at, "n_devices"])), "another tokenizer"
     refusal(
         lambda: training_program.start(flags, main.workbench()),
         f"--init_from {run[0]}: the shards ",

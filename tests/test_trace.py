@@ -14,7 +14,8 @@ from test_resume import metrics_of
 import main
 import train as training_program
 import utils
-from config import presets, settle
+from config import presets
+from config.flags import Flags
 from logs import profiling
 from planning import costs, plan
 from tools import trace
@@ -31,7 +32,7 @@ def runs(shards, xla_cache, tmp_path_factory):
     def train(**more):
         given = SMALL_RUN | flags | more
         cfg = utils.replace(presets.preset("tiny"), **given)
-        assert training_program.start(settle.Flags(cfg, frozenset(given)), main.workbench()) == 0
+        assert training_program.start(Flags(cfg, frozenset(given)), main.workbench()) == 0
 
     train(name="plain", training_steps=8)
     train(name="traced", training_steps=6, profile="2:4")

@@ -30,6 +30,7 @@ import numpy as np
 
 import utils
 from config import command_line, parser, settle
+from config.flags import Found
 from runtime import chips, interrupts, platforms
 from runtime.files import check_place, write_json
 from runtime.messages import UserError
@@ -218,9 +219,9 @@ def parse(argv):
         given = command_line.parse([*flags, *re.findall(r"[^\s=,]+", words)])
         if given.cfg.plan.plan:
             raise UserError("--plan: bench.py runs steps; give the flag to main.py.")
-        given = settle.follow_dtype(given, {}, platforms.platform())
-        # what is measured is compiling, not reading
-        cfg = settle.follow(given.follow(compilation_cache="")).cfg
+        given = given.with_defaults(compilation_cache="")  # compiling is measured, not reading
+        # the devices are not known before jax is imported
+        cfg = settle.settle_model(given, Found(0, device_kind=platforms.platform())).cfg
         configurations.append((variant or cfg.run.preset, cfg))
     return own, configurations
 

@@ -21,7 +21,8 @@ from matplotlib.figure import Figure
 
 import model
 import utils
-from config import settle
+from config import resume
+from config.flags import compare
 from config.parser import argument
 from logs.rows import read_rows
 from runtime.files import check_place, read_json, write_file
@@ -55,14 +56,14 @@ def read_curve(folder):
     config = read_json(folder, "config.json")
     if "n_device_axis" not in config:
         raise UserError(f"{folder}: is no run directory, which holds a config.json of main.py.")
-    settle.check_stored(config, folder, settle.NEEDED_TO_RESUME)
+    resume.check_stored(config, folder, resume.NEEDED_TO_RESUME)
     cfg = common.stored_config(config)
     rows = read_rows(folder)
     evaluated = [row for row in rows if "loss/val_cross_entropy_loss" in row]
     if not evaluated:
         raise UserError(f"{folder}: its metrics.jsonl holds no evaluation yet.")
     per_step = tokens_per_step(cfg)
-    _, batch = settle.global_batches(config)
+    _, batch = resume.global_batches(config)
     return Curve(
         folder=folder,
         cfg=cfg,
@@ -159,8 +160,8 @@ def read_groups(folders):
         first = next(iter(runs.values()))
         whose = f"{curve.folder} has it, and {first.folder} has"
         advice = "give runs that differ in more than their seed names that differ before -seed"
-        flags = settle.to_resume(first.cfg, "") | {"training_steps": first.cfg.run.training_steps}
-        settle.compare(curve.cfg, flags, utils.FIELDS.keys() - {"seed"}, whose, advice)
+        flags = resume.to_resume(first.cfg, "") | {"training_steps": first.cfg.run.training_steps}
+        compare(curve.cfg, flags, utils.FIELDS.keys() - {"seed"}, whose, advice)
         if curve.tokens[-1] != first.tokens[-1]:
             warn(f"{curve.folder} and {first.folder} are averaged, but one has trained for longer")
         if curve.text != curves[0].text:

@@ -19,7 +19,7 @@ from jax import lax
 from pydantic import Field
 
 import model
-from config.settle import checkpoint_steps
+from config.resume import checkpoint_steps
 from data.encoding import encode_text
 from inference import decoding, scores
 from inference.scores import length_for

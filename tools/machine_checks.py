@@ -21,7 +21,7 @@ import utils
 from architectures import parameters
 from architectures.layers import activate
 from collectives import AXES, EXPERT_AXES
-from config import settle
+from config.batch import divisors
 from config.presets import PRESETS, preset
 from kernels import attention, grouped
 from kernels import loss as losses
@@ -173,7 +173,7 @@ def list_collectives(n):
 
 def all_meshes(n):
     """Every shape (dp, pp, tp) of n devices, those first that spread them over the most axes."""
-    lengths = itertools.product(settle.divisors(n), repeat=3)
+    lengths = itertools.product(divisors(n), repeat=3)
     shapes = [shape for shape in lengths if math.prod(shape) == n]
     return sorted(shapes, key=lambda shape: shape.count(1))
 

@@ -3,7 +3,7 @@
 import os
 
 import utils
-from config import settle
+from config import resume
 from logs.rows import read_rows
 from runtime.files import read_json
 from tools import common
@@ -16,7 +16,7 @@ def model_card(run_dir, title, config, count):
     """Markdown. title: what transformers finds the model by; config: its config.json; count: of its parameters."""
     flags = utils.leaving(read_json(run_dir, "config.json"))
     rows = read_rows(run_dir)
-    newest = max(settle.checkpoint_steps(run_dir), default=0)
+    newest = max(resume.checkpoint_steps(run_dir), default=0)
     rows = [row for row in rows if row["step"] <= newest]
     code = ", trust_remote_code=True" if "auto_map" in config else ""
     prompt = flags.get("prompt") or "Once upon a time"

@@ -27,9 +27,10 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 import utils
+from config.batch import SPLIT
 from config.parser import argument, flag
 from config.program import read_flags
-from config.settle import SPLIT, checkpoint_steps
+from config.resume import checkpoint_steps
 from logs.meter import spent_in
 from logs.overfitting import evaluations, overfit_in
 from logs.rows import NAME, PARTS, join_rows, parts_in, read_files, rows_in

@@ -13,7 +13,7 @@ import optax
 import orbax.checkpoint as ocp
 
 import utils
-from config import settle
+from config import resume
 from training.checkpointing import Checkpoints
 from training.train_state import abstract_state, arranger, init_state
 
@@ -30,7 +30,7 @@ class RunCheckpoints(Checkpoints):
         run directory, which is confirmed before anything is written or removed there; None: another process has it.
         """
         self.cfg = utils.replace(cfg, pp_interleave=1)
-        explain = functools.partial(settle.other_flags, self.cfg)
+        explain = functools.partial(resume.other_flags, self.cfg)
         folder = os.path.join(cfg.run.folder, "checkpoints")
         how = dict(keep=cfg.run.keep_checkpoints, every=cfg.run.keep_every, explain=explain)
         super().__init__(folder, **how, **({"confirm": lock.confirm} if lock else {}))
@@ -42,7 +42,7 @@ class RunCheckpoints(Checkpoints):
         self.extra = dict(
             mesh=list(cfg.run.n_device_axis),
             versions={p.__name__: p.__version__ for p in (jax, optax, ocp, np)},
-            config=settle.to_resume(cfg, fingerprint),
+            config=resume.to_resume(cfg, fingerprint),
             mix_borders=list(mix_borders),
         )
 

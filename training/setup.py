@@ -8,7 +8,8 @@ from typing import NamedTuple
 import jax
 
 import utils
-from config import command_line, settle
+from config import command_line, resume
+from config.flags import without
 from logs import profiling
 from logs.overfitting import Overfitting
 from logs.runlog import NoLog, RunLog
@@ -50,12 +51,12 @@ def open_data(cfg, opened):
     for part in (corpus, val_corpus):
         part.check_encoding(opened.encoding)
     fingerprint = data_fingerprint(corpus, val_corpus)
-    alike = settle.without(utils.flags_with(per_process=True), utils.flatten(cfg))
+    alike = without(utils.flags_with(per_process=True), utils.flatten(cfg))
     processes.check_agreement(alike, fingerprint, cfg.run)
     if stored and stored["data_fingerprint"] != fingerprint:
         raise UserError(
             f"--name {cfg.run.name}: this run exists and saw other data than is now in --data {cfg.data.data} (it was "
-            f"{stored['data']}); give those shards, or another --name, {settle.from_its_weights(cfg)}."
+            f"{stored['data']}); give those shards, or another --name, {resume.from_its_weights(cfg)}."
         )
     return Data(corpus, val_corpus, fingerprint)
 

@@ -1,0 +1,149 @@
+"""The batch: how its sequences are divided among replicas, accumulation steps and microbatches."""
+
+import math
+
+from config.checks import check
+from runtime.messages import UserError
+from utils import flatten, replace
+
+# How a replica's share of the global batch is cut up, which changes no more than rounding.
+SPLIT = {"train_batch_size", "accumulation_steps", "microbatches", "microbatch_size"}
+
+
+def divided(flags, found):
+    """{flag: value} of the global batch, divided among replicas (dp), accumulation steps and microbatches. What was
+    given stays as it is. The mesh is settled before. Raises UserError.
+
+    What a training learns depends on its global batch. That is the same on every mesh, and the rest follows from it:
+    128 sequences a step on (8, 1, 1) are 16 on each replica, in 4 microbatches of --microbatch_size 4. Where
+    activations of 16 sequences do not fit in a device, they are 2 accumulation steps of 8 sequences.
+    """
+    cfg, given = flags
+    dp = cfg.run.n_device_axis[0]
+    accumulation = cfg.run.accumulation_steps
+    size = cfg.data.train_batch_size
+    is_size_given = size and "train_batch_size" in given
+    if is_size_given and "global_batch_size" not in given:
+        cfg = replace(cfg, global_batch_size=size * dp * accumulation)
+    total = cfg.data.global_batch_size
+    check_global_batch(cfg, given, found.resumes)
+    if is_size_given:
+        parts = cut_replica(cfg, given, total // dp // size)
+    elif "accumulation_steps" in given:
+        parts = cut_replica(cfg, given, accumulation)
+    else:
+        parts = fit_memory(cfg, given, found.memory_share)
+    return dict(global_batch_size=total) | parts
+
+
+def fit_memory(cfg, given, memory_share):
+    """`cut_replica` into the fewest accumulation steps with which a step fits in a device's memory, at least those of
+    the preset. memory_share: of `Found`."""
+    dp, pp, _ = cfg.run.n_device_axis
+    own = cfg.data.global_batch_size // dp  # sequences of a replica
+    fewest = math.gcd(cfg.run.accumulation_steps, own // pp)
+    tried = {}  # {share of the memory that it needs: its parts}
+    for accumulation in divisors(own // pp):
+        if accumulation % fewest:
+            continue
+        try:
+            parts = cut_replica(cfg, given, accumulation)
+        except UserError:  # fewer sequences than --microbatches, where that was given
+            if tried:
+                break
+            raise
+        share = 0
+        if memory_share:
+            candidate = replace(cfg, **parts)
+            check(candidate)  # the formulas take for granted that all fits together
+            share = memory_share(candidate)
+        tried.setdefault(share, parts)
+        if share <= 1:
+            return parts
+    # Nothing fits. More steps than these save next to nothing, and each takes time.
+    return next(parts for share, parts in tried.items() if share <= 1.05 * min(tried))
+
+
+def check_global_batch(cfg, given, resumes):
+    """Raises UserError where the global batch cannot be divided as the mesh and the flags say."""
+    d = cfg.data
+    total = d.global_batch_size
+    dp, pp, tp = cfg.run.n_device_axis
+    whose, other = f"--preset {cfg.run.preset}", ""
+    if resumes:
+        whose, other = f"run {cfg.run.name}", ", or give another --name"
+    elif "global_batch_size" in given:
+        whose = "--global_batch_size"
+    if total % (dp * pp):
+        mesh = f"dp x pp = {dp * pp} of the mesh (dp, pp, tp) = ({dp}, {pp}, {tp})"
+        said = f"{whose} has {total} sequences a step, which {mesh} must divide"
+        if whose == "--global_batch_size":
+            said = f"{whose} {total}: must be a multiple of {mesh}"
+        raise UserError(f"{said}; give {even_mesh(cfg)}{other}.")
+    parts = {
+        "train_batch_size": d.train_batch_size,
+        "accumulation_steps": cfg.run.accumulation_steps,
+    }
+    parts = {flag: n for flag, n in parts.items() if n and flag in given}
+    product = dp * math.prod(parts.values())
+    exact = len(parts) == 2
+    if total % product or (exact and total != product):
+        flag, *_ = parts
+        words = " x ".join(map(str, [*parts.values(), dp]))
+        must = "be" if exact else "divide"
+        raise UserError(
+            f"--{flag} {parts[flag]}: {words} (dp) is {product} but must {must} the {total} sequences a step that "
+            f"{whose} has; leave the flag out{other}."
+        )
+
+
+def even_mesh(cfg):
+    """Flags of a mesh like that of `cfg` whose dp x pp divides the global batch: on all of its devices where heads and
+    sequence can be divided among more, else on fewer."""
+    total = cfg.data.global_batch_size
+    dp, pp, tp = cfg.run.n_device_axis
+    n = dp * pp * tp
+    if total % pp:
+        dp, pp = dp * pp, 1
+    even = math.gcd(dp, total // pp)
+    rest = dp // even * tp
+    if cfg.model.n_head % rest == 0 and cfg.model.T % rest == 0:
+        dp, tp = even, rest
+    else:
+        dp = max(size for size in range(1, dp + 1) if total % (size * pp) == 0)
+    mesh = f"--n_device_axis {dp} {pp} {tp}"
+    used = dp * pp * tp
+    return mesh if used == n else f"--n_devices {used} {mesh}"
+
+
+def cut_replica(cfg, given, accumulation):
+    """{flag: value} of a replica's sequences of an accumulation step, in the fewest microbatches of at most
+    microbatch_size sequences that pp divides. Raises UserError where what was given does not go together."""
+    d = cfg.data
+    dp, pp, _ = cfg.run.n_device_axis
+    parts = dp * accumulation
+    train = d.global_batch_size // parts
+    fitting = [n for n in divisors(train) if n % pp == 0]
+    micro = d.microbatches if "microbatches" in given else 0
+    if not micro:
+        small = [n for n in fitting if train // n <= d.microbatch_size]
+        micro = min(small, default=max(fitting, default=pp))
+    if micro not in fitting:
+        those = ["microbatches", "train_batch_size", "accumulation_steps"]
+        flag = next((flag for flag in those if flag in given), "n_device_axis")
+        could = ", ".join(map(str, fitting[:5])) or "no number"
+        raise UserError(
+            f"--{flag} {flatten(cfg)[flag]}: a replica's {train} sequences cannot be divided into {micro} microbatches "
+            f"on pp {pp} stages; {could} would do."
+        )
+    if d.val_batch_size % pp:
+        raise UserError(
+            f"must be a multiple of the pp {pp} stages",
+            flag="val_batch_size",
+            value=d.val_batch_size,
+        )
+    return dict(train_batch_size=train, microbatches=micro, accumulation_steps=accumulation)
+
+
+def divisors(n):
+    return [d for d in range(1, n + 1) if n % d == 0]

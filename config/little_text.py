@@ -1,0 +1,99 @@
+"""Little text: shorter sequences, fewer of them in a step, where the shards hold too little for those of the preset."""
+
+import os
+
+from config.flags import free_of_weights
+
+# The sequences that training and validation have at least, before they get shorter than the preset's, down to SHORTEST
+# tokens, and the steps that an epoch has at least, before these get fewer sequences.
+FEWEST = {"train": 32, "val": 4}
+SHORTEST = 16
+EPOCH = 8
+
+
+def sizes(flags, found):
+    """{flag: value} of shorter sequences, and of fewer of them in a step and in a validation batch, where the shards
+    hold too little text for those of the preset. What was given stays, and what the run has that is resumed.
+
+    Of 3 KB, which are 1,800 tokens to train on and 200 to validate on, `tiny` makes sequences of 32 tokens and not of
+    128, 54 and 6 of them, and steps of 4 and not of 16: an epoch has 13. It is the same on every mesh whose dp x pp
+    divides these batches; on others they are larger.
+    """
+    cfg, given = flags
+    if found.resumes:
+        return dict(T=found.stored.get("T", cfg.model.T))
+    shards = found.shards
+    splits = {os.path.basename(folder) for _, folder, _ in shards}
+    if splits != {"train", "val"} or not all(manifest for *_, manifest in shards):
+        return {}  # nothing tells how much it is
+    dp, pp, _ = cfg.run.n_device_axis
+    even = dp * pp  # which must divide a batch
+    T = cfg.model.T if "T" in given else shorter(cfg, shards)
+    held = sequences_in(shards, T)
+    total = cfg.data.global_batch_size
+    if not given & {"global_batch_size", "train_batch_size"}:
+        total = halved(total, even, held["train"] // EPOCH)
+    val = cfg.data.val_batch_size
+    if held["val"] < total and not given & {"train_batch_size", "val_batch_size"}:
+        val = halved(total, even, held["val"]) // dp
+    return dict(T=T, global_batch_size=total, val_batch_size=val)
+
+
+def shorter(cfg, shards):
+    """--T, halved until the shards hold sequences enough."""
+    dp, pp, tp = cfg.run.n_device_axis
+    T = cfg.model.T
+    shortest = SHORTEST
+    if cfg.run.init_from and "T" not in free_of_weights(cfg.model.architecture):
+        shortest = T  # that of the weights, which have a vector for each position
+    fewest_val = max(FEWEST["val"], dp * pp)
+    while T % (2 * tp) == 0 and T > shortest and not enough(shards, T, fewest_val):
+        T //= 2
+    return T
+
+
+def sequences_in(shards, T):
+    """{split: sequences of T + 1 tokens} of shards as `listing.manifests` lists them."""
+    held = dict.fromkeys(FEWEST, 0)
+    for _, folder, manifest in shards:
+        each = [max(0, (shard["tokens"] - 1) // T) for shard in manifest["shards"]]
+        held[os.path.basename(folder)] += sum(each)
+    return held
+
+
+def enough(shards, T, fewest_val):
+    """Whether shards hold sequences of T tokens enough to train and to validate, and each corpus one."""
+    held = sequences_in(shards, T)
+    if held["train"] < FEWEST["train"] or held["val"] < fewest_val:
+        return False
+    return all(any(sequences_in([shard], T).values()) for shard in shards)
+
+
+def halved(size, even, most):
+    """A batch of `size` sequences, halved while it has more than `most` and can be divided by `even`."""
+    while size > most and size % (2 * even) == 0:
+        size //= 2
+    return size
+
+
+def tell(flags, settled, found):
+    """What `sizes` changed, in words; "" for a run that keeps its own."""
+    if found.resumes:
+        return ""
+    before, now = flags.cfg, settled.cfg
+    T, G, val = now.model.T, now.data.global_batch_size, now.data.val_batch_size
+    changed = []
+    if T != before.model.T:
+        changed.append(f"a sequence has {T} tokens and not {before.model.T}")
+    if G != before.data.global_batch_size:
+        changed.append(f"a step has {G} sequences and not {before.data.global_batch_size}")
+    if val != before.data.val_batch_size:
+        n = val * now.run.n_device_axis[0]
+        changed.append(f"a validation batch has {n} sequences and not {G}")
+    if not changed:
+        return ""
+    held = []
+    for split, what in (("train", "to train on"), ("val", "to validate on")):
+        those = [made for _, folder, made in found.shards if os.path.basename(folder) == split]
+        held.append(f"{sum(made['tokens'] for made in those):,} tokens {what}")
+    return f"little text ({', '.join(held)}): {', '.join(changed)}"
