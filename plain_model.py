@@ -36,8 +36,8 @@ EPS = 1e-6
 
 
 def loss(params, tokens, targets, m, balance_weight):
-    """The training loss of tokens and targets [B, T], and a dict of what it consists of: cross_entropy and load_loss,
-    and load [layers with experts, E], how many choices fell on each expert."""
+    """The training loss of tokens and targets [B, T], and a dict of what it is made of: the cross entropy, the balance
+    loss before its weight, and load [layers with experts, E], the number of choices of each expert."""
     logits, load_loss, load = forward(params, tokens, m)
     log_probs = jax.nn.log_softmax(logits)
     log_probs = jnp.take_along_axis(log_probs, targets[..., None], -1)
@@ -47,8 +47,7 @@ def loss(params, tokens, targets, m, balance_weight):
 
 
 def forward(params, tokens, m):
-    """Logits [B, T, vocab_size] of tokens [B, T]; the balance loss, summed over layers; load [layers with experts,
-    E]."""
+    """Logits [B, T, vocab_size] of tokens [B, T]; the balance loss, summed over layers; and load, as `loss` has it."""
     start = document_starts(tokens, m)
     x = embed(params, tokens, start, m)  # [B, T, D], the residual stream
     load_loss, load = 0.0, []
@@ -70,18 +69,18 @@ def forward(params, tokens, m):
 
 
 def layers(params, m):
-    """Yield the parameters of each layer: --first_layers, which are dense, then blocks of --layers_per_block, in which
-    only the last layer has experts. `params` holds the layers of a kind stacked in one array for each weight."""
+    """Yield the parameters of each layer in order: --first_layers, which are dense, then --blocks of --layers_per_block
+    layers, of which only the last has experts. `params` stacks all layers of a kind in one array for each weight."""
     for i in range(m.first_layers):
-        yield take(params["first"], i)
+        yield select(params["first"], i)
     for block in range(m.blocks):
         for i in range(m.layers_per_block - 1):
-            yield take(params["dense"], (block, i))
-        yield take(params["moe"], block)
+            yield select(params["dense"], (block, i))
+        yield select(params["moe"], block)
 
 
-def take(stack, index):
-    """The parameters at an index of the leading dims of a stack."""
+def select(stack, index):
+    """The parameters of one layer, or of one expert, at an index of the leading dims of a stack."""
     return jax.tree.map(lambda weight: weight[index], stack)
 
 
@@ -95,7 +94,8 @@ def document_starts(tokens, m):
 
 
 def embed(params, tokens, start, m):
-    """What enters the first layer, [B, T, D]. There are no learned positions: attention rotates queries and keys."""
+    """The input of the first layer, [B, T, D]: the rows of the embedding. Positions come in where attention rotates
+    queries and keys."""
     x = params["embedding"][tokens]
     if m.embedding_norm:
         x = rms_norm(x, params["embedding_norm"], EPS)
@@ -105,13 +105,13 @@ def embed(params, tokens, start, m):
 
 
 def short_conv(x, weights, start):
-    """Add to each token's channels x [B, T, C] those of the n tokens before it in its document, each times a weight of
-    that channel: weights [n, C], the nearest token's first (H3, arXiv:2212.14052, section 3.1)."""
-    place = jnp.arange(x.shape[1]) - start  # of each token in its document, [B, T]
+    """Add to each token's channels x [B, T, C] those of the n tokens before it in its document. weights [n, C] has one
+    weight for each distance and channel, that of the nearest token first (H3, arXiv:2212.14052, section 3.1)."""
+    position = jnp.arange(x.shape[1]) - start  # [B, T], of each token in its document
     out = x
     for distance, weight in enumerate(weights, 1):
         before = jnp.roll(x, distance, axis=1)
-        before = jnp.where(place[..., None] >= distance, before, 0)
+        before = jnp.where(position[..., None] >= distance, before, 0)
         out = out + CONV_SCALE * weight * before
     return out
 
@@ -122,8 +122,8 @@ def rms_norm(x, scale, eps):
 
 
 def rotate(x, base):
-    """Rotary positions (RoFormer, arXiv:2104.09864, section 3.4): channels i and i + r/2 of x [..., T, r] are a point
-    in the plane, which turns by an angle proportional to the token's position."""
+    """Rotary positions (RoFormer, arXiv:2104.09864, section 3.2.2): channels i and i + r/2 of x [..., T, r] are a point
+    in a plane, which is rotated by the token's position times the frequency of the pair."""
     *_, T, r = x.shape
     frequency = base ** (-2 * jnp.arange(r // 2) / r)
     angle = jnp.arange(T)[:, None] * frequency  # [T, r/2]
@@ -133,18 +133,17 @@ def rotate(x, base):
 
 
 def attention(p, x, start, m):
-    """Multi-head latent attention (equations 1 to 11): keys and values of all heads come from one narrow latent, which
-    is all that decoding has to remember of a token, with one rotary key that the heads share. x [B, T, D]."""
-    # One matrix makes both latents and the rotary key, which has no channels in layers without positions.
-    q_latent, kv_latent, k_rope = jnp.split(
-        jnp.einsum("btd,dc->btc", x, p["down"]), (m.q_latent, m.q_latent + m.latent_dim), -1
-    )
+    """Multi-head latent attention (equations 1 to 11), x [B, T, D] -> [B, T, D]. The keys and values of all heads are
+    computed from one narrow latent. Decoding caches only this latent and the rotary key, which all heads share."""
+    # One matrix computes both latents and the rotary key, which has no channels in layers without positions.
+    down = jnp.einsum("btd,dc->btc", x, p["down"])
+    q_latent, kv_latent, k_rope = jnp.split(down, (m.q_latent, m.q_latent + m.latent_dim), -1)
     q_latent = rms_norm(q_latent, p["q_norm"], EPS) if m.q_latent else x  # [B, T, C], equation 6
     kv_latent = rms_norm(kv_latent, p["kv_norm"], EPS)  # [B, T, C], equation 1
     k_rope = rotate(k_rope, m.rope_base)  # [B, T, R], equation 3
     if m.latent_conv:
         weights, pair_weights = jnp.split(p["conv"], (m.latent_dim,), -1)
-        # Both channels of a rotated pair have one weight, so that scores depend on distances alone.
+        # Both channels of a rotated pair have the same weight: so scores still depend on distances alone.
         pair_weights = jnp.concatenate([pair_weights, pair_weights], -1)
         kv_latent = short_conv(kv_latent, weights, start)
         k_rope = short_conv(k_rope, pair_weights, start)
@@ -159,9 +158,9 @@ def attention(p, x, start, m):
     scores += jnp.einsum("bhtr,bsr->bhts", q_rope, k_rope)
     scores /= q.shape[-1] ** 0.5
     position = jnp.arange(x.shape[1])
-    visible = (position <= position[:, None]) & (
-        position >= start[..., None]
-    )  # [B, T, T]: t sees s
+    is_past = position <= position[:, None]  # [T, T]: query t may see key s
+    same_document = position >= start[..., None]  # [B, T, T]
+    visible = is_past & same_document
     scores = jnp.where(visible[:, None], scores, -jnp.inf)
     heads = jnp.einsum("bhts,bhsk->bhtk", jax.nn.softmax(scores), v)
     return jnp.einsum("bhtk,hkd->btd", heads, p["out"])  # equation 11
@@ -175,21 +174,23 @@ def feed_forward(p, x, m):
 
 
 def mixture_of_experts(p, x, m):
-    """Shared experts, and the routed experts that each token chose, weighed by their gates (equation 12). x [B, T, D]
-    -> [B, T, D], and what `route` returns of the choice."""
+    """The sum of the shared experts and of the routed experts that each token chose, weighted by their gates (equation
+    12): x [B, T, D] -> [B, T, D]. Returns the scores and the choice of `route`, too, for the balance loss."""
     scores, chosen, gates = route(p, x, m)
     out = feed_forward(p["shared"], x, m) if m.n_shared else 0
     for e in range(m.n_experts):
         # Every expert computes every token here; the gates of those that did not choose it are 0.
-        out += gates[..., e, None] * feed_forward(take(p["experts"], e), x, m)
+        out += gates[..., e, None] * feed_forward(select(p["experts"], e), x, m)
     return out, scores, chosen
 
 
 def route(p, x, m):
-    """The router's scores [B, T, E] of tokens x [B, T, D]; chosen [B, T, E], 1 for the experts that a token goes to
-    and 0 for others; their gates [B, T, E]."""
+    """The router, x [B, T, D] -> three arrays [B, T, E]: the scores; chosen, 1 for the experts that a token goes to and
+    0 for the others; and the gates."""
     scores = jax.nn.sigmoid(jnp.einsum("btd,de->bte", x, p["router"]))  # equation 15
-    wanted = scores + p["bias"]  # equation 16: the bias evens out the load and changes no gate
+    wanted = (
+        scores + p["bias"]
+    )  # equation 16: the bias evens out the load, and is no part of the gates
     if m.n_groups > 1:
         wanted = within_best_groups(wanted, m)
     _, experts = jax.lax.top_k(wanted, m.experts_per_token)
@@ -211,8 +212,8 @@ def within_best_groups(wanted, m):
 
 
 def balance_loss(scores, chosen, m):
-    """The sequence-wise balance loss (equations 17 to 20), without its weight: 1 where every expert gets an equal share
-    of the choices of each sequence. Mean over sequences; scores and chosen [B, T, E]."""
+    """The sequence-wise balance loss without its weight (equations 17 to 20), mean over sequences. It is 1 where each
+    sequence chooses all experts equally often. scores and chosen [B, T, E]."""
     frequency = chosen.mean(1) * m.n_experts / m.experts_per_token  # [B, E], equation 18
     share = scores / scores.sum(-1, keepdims=True)  # equation 19
     return (frequency * share.mean(1)).sum(-1).mean()  # equations 20 and 17

@@ -102,7 +102,7 @@ def test_choices_beyond_the_capacity_are_dropped(capacity_factor, k, monkeypatch
     flags = dict(capacity_factor=capacity_factor, experts_per_token=k, n_shared=0)
     cfg = small_config(experts="buckets", layers_per_block=1, **flags)
     m, rng = cfg.model, np.random.default_rng(0)
-    p = plain_model.take(raised_params(cfg)["moe"], 0)
+    p = plain_model.select(raised_params(cfg)["moe"], 0)
     p = p | {"router": rng.standard_normal(p["router"].shape, np.float32)}
     x = rng.standard_normal((2, 16, m.model_dimension), np.float32)
     router = deepseek.sigmoid_router
