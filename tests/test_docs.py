@@ -189,6 +189,7 @@ STATED = {
         "compiled in {tiny[speed][seconds_compiling]}s",
         "{tiny[speed][tokens_per_second]:,} tokens/s",
     ],
+    "docs/runs.md": ["the step of `tiny` compiles in {tiny[speed][seconds_compiling]} s,"],
     "docs/sampling-and-evaluation.md": [
         "{tiny[evaluated][sequences]:,} |",
         "The run itself ends at {tiny[final_val_loss]:.3f}, because",
