@@ -1,4 +1,8 @@
-"""The loss over a large vocabulary, as one device computes it, whatever the mesh."""
+"""The loss over a large vocabulary, for the tokens that one device has, whatever the mesh.
+
+The logits of all tokens would be the largest array of a step: 4,096 tokens x 100,277 token ids in float32 are 1.6 GB.
+So the functions here compute them for one chunk of tokens after another, and keep only the losses.
+"""
 
 import functools
 
@@ -8,14 +12,15 @@ from jax import lax
 
 from kernels import layouts
 
-# Tokens whose logits a device holds at once, by platform: as many as fit a CPU's cache; elsewhere as many as keep the
-# matrix units busy.
+# Number of tokens in a chunk, by platform. On a CPU the logits of a chunk should fit in its cache. On an accelerator a
+# chunk should be large enough to keep the matrix units busy.
 LOSS_CHUNK = {"cpu": 256, "gpu": 2048, "tpu": 2048}
 
 
 def logits_of(x, embedding, vocab_size):
-    """Logits float32 [V, n] of x [n, D] by embedding [V, D], -inf in the rows from vocab_size on, which are padding. A
-    token is a column: so CPUs compute the gradient of the embedding, a sum over tokens, four times as fast."""
+    """Logits float32 [V, n] of x [n, D] and the head, embedding [V, D]. Rows from vocab_size on are padding; theirs are
+    -inf. Each token is a column, since CPUs then compute the gradient of the embedding, a sum over tokens, four times
+    as fast."""
     logits = jnp.einsum("vd,nd->vn", embedding, x, preferred_element_type=jnp.float32)
     if embedding.shape[0] == vocab_size:
         return logits
@@ -24,8 +29,8 @@ def logits_of(x, embedding, vocab_size):
 
 
 def in_chunks(x, targets, largest):
-    """Split x [..., D] and targets [...] into chunks of n tokens, [chunks, n, D] and [chunks, n]; n is the largest
-    divisor of their number up to `largest`."""
+    """Split x [..., D] and targets [...] into chunks of n tokens: [chunks, n, D] and [chunks, n]. n is the largest
+    divisor of the number of tokens that is at most `largest`."""
     n = min(targets.size, largest)
     while targets.size % n:
         n -= 1
@@ -34,10 +39,10 @@ def in_chunks(x, targets, largest):
 
 
 def token_losses(x, embedding, targets, vocab_size, chunk):
-    """-log p(target) of every token, float32 [...], 0 where the target is negative; and whether no other token is
-    likelier, bool [...].
+    """The loss of each token, -log p(target), float32 [...], and whether its target is the likeliest token, bool [...].
 
-    x [..., D], embedding [V, D], targets int32 [...]. Never holds the logits of more than `chunk` tokens.
+    x [..., D], embedding [V, D], targets int32 [...]. The loss is 0 where the target is negative: such tokens do not
+    count. At most `chunk` tokens have their logits in memory at once.
     """
 
     def one_chunk(_, scanned):
@@ -53,15 +58,15 @@ def token_losses(x, embedding, targets, vocab_size, chunk):
 
 
 def beside_likeliest(logits, tokens, k):
-    """(log p of tokens [n] by logits [n, V]; that of the k likeliest tokens, and these), [n], [n, k] and [n, k]."""
+    """(log p of tokens [n], log p of the k likeliest tokens [n, k], and their ids [n, k]) by logits [n, V]."""
     logprobs = jax.nn.log_softmax(logits)
     own = jnp.take_along_axis(logprobs, tokens[:, None], 1)[:, 0]
     return own, *lax.top_k(logprobs, k)
 
 
 def token_choices(x, embedding, targets, vocab_size, chunk, k):
-    """Of every token of `token_losses` what `beside_likeliest` tells: [...], [..., k] and [..., k]; anything where the
-    target is negative."""
+    """What `beside_likeliest` returns for every target of `token_losses`: [...], [..., k] and [..., k]. The values are
+    meaningless where the target is negative."""
 
     def one_chunk(_, scanned):
         x, targets = scanned
@@ -73,8 +78,12 @@ def token_choices(x, embedding, targets, vocab_size, chunk, k):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def cross_entropy(x, embedding, targets, vocab_size, chunk):
-    """Sum of the losses of `token_losses`, float32 []. The forward pass computes the gradients too, chunk by chunk, so
-    no logits are computed twice."""
+    """The sum of the losses of `token_losses`, float32 [].
+
+    Its forward pass computes the gradients of x and of the embedding as well, chunk by chunk, and keeps them for the
+    backward pass. So logits are neither kept nor computed twice. The backward pass only multiplies by the gradient of
+    the sum.
+    """
     losses, _ = token_losses(x, embedding, targets, vocab_size, chunk)
     return losses.sum()
 
@@ -104,7 +113,8 @@ def _cross_entropy_forward(x, embedding, targets, vocab_size, chunk):
     chunks = in_chunks(x, targets, chunk)
     (total, d_embedding), dx = lax.scan(one_chunk, start, chunks)
     d_embedding = d_embedding.astype(embedding.dtype)
-    # The barrier computes all of this now. XLA would put off the loss and keep the logits through the backward pass.
+    # The barrier has all of this computed now. XLA would otherwise compute the loss after the backward pass, and keep
+    # the logits until then.
     total, dx, d_embedding = lax.optimization_barrier((total, dx, d_embedding))
     dx = dx.swapaxes(1, 2).reshape(x.shape)
     return total, (dx, d_embedding)
