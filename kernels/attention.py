@@ -1,5 +1,8 @@
 """Attention kernels: causal attention of the heads and tokens that one device has, whatever the mesh.
 
+Comes before: the attention of a layer in `architectures/`, which computes queries, keys and values. Comes next: the
+layer projects the result back into the residual.
+
 All kernels compute the same. `attend` is the plain one; the others differ in how many scores they compute, and whether
 they write them to memory. A new kernel is a function with the arguments and the result of `attend`, and an entry in
 `ATTENTION` at the end.

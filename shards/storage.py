@@ -1,7 +1,8 @@
 """Shards in storage, local or remote: listing them, and reading their tokens, verified and cached by blocks. No jax.
 
-`shards/corpus.py` asks a `Shard` for the tokens of a sequence. The `Shard` reads only the blocks that hold them, checks
-each block against the manifest, and keeps those of remote shards in a `Cache` on the local disk.
+Comes before: the programs of `data/`, which write shards. Comes next: `shards/corpus.py`, which asks a `Shard` for the
+tokens of a sequence. The `Shard` reads only the blocks that hold them, verifies each block against the manifest, and
+keeps those of remote shards in a `Cache` on the local disk.
 """
 
 import contextlib

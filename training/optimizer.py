@@ -1,7 +1,7 @@
 """The optimizer, its learning rate, and the numbers of both that a compiled step takes as inputs.
 
-`training/train_step.py` calls `update` with the gradient and the rate of `learning_rate`, and adds the result to the
-parameters. Muon itself is in `training/muon.py`.
+Comes before: `training/train_step.py`, which calls `update` with the gradient and the rate of `learning_rate`, and adds
+the result to the parameters. Comes next: `training/muon.py`, with --optimizer muon, or `training/checkpointing.py`.
 """
 
 import dataclasses
