@@ -237,6 +237,25 @@ def test_the_guide_shows_the_plain_model_as_it_is():
     assert shown and all(body in source for body in shown)
 
 
+def test_readme_counts_the_lines_of_the_core():
+    """To within a tenth, of each file on a batch's way and of all; the way is the longest walk of a day."""
+    text = (ROOT / "README.md").read_text()
+    told = {path: int(n) for path, n in re.findall(r"^\| `([\w/]+\.py)` \| (\d+) \|", text, re.M)}
+    assert 8 <= len(told) <= 10 and sum(told.values()) <= 3100
+    for path, lines in told.items():
+        assert abs(lines_of(path) / lines - 1) < 0.1, (path, lines_of(path))
+        assert all(words in (ROOT / path).read_text() for words in ("Comes before", "Comes next"))
+    arrow = (ROOT / "CONTRIBUTING.md").read_text().split("```")[1]
+    core = re.findall(r"\w+", arrow[: arrow.index("◄ data")]) + ["main"]
+    paths = [path for path in files_of_repository("*.py") if re.split(r"[/.]", path)[0] in core]
+    [total] = re.findall(r"the core, ([\d,]+) lines", text)
+    assert abs(sum(map(lines_of, paths)) / int(total.replace(",", "")) - 1) < 0.1
+
+
+def lines_of(path):
+    return len((ROOT / path).read_text().splitlines())
+
+
 def test_the_curves_of_rates_are_those_of_the_log():
     text = (ROOT / "dev/log.md").read_text()
     panels = json.loads((ROOT / "dev/rates.json").read_text())["panels"]
