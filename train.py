@@ -23,7 +23,7 @@ from config import checks, command_line, resume, settle
 from config.flags import Found
 from config.presets import preset
 from dataset import Prefetch, put_batch
-from logs.ending import best_in_words, tell_end
+from logs.ending import best_in_words, report_end
 from logs.meter import Goodput, Pace
 from logs.overfitting import Overfitting
 from logs.phases import Phases
@@ -64,7 +64,7 @@ def run(flags, workbench, pulse=None):
         if not jax.distributed.is_initialized():
             raise
         processes.end_at_once(e)
-    processes.part(status)
+    processes.leave(status)
     return status
 
 
@@ -235,7 +235,7 @@ def train(cfg, opened, workbench, goodput, pulse):
     )
     with explained():
         signalled = run_loop(run, now)
-    return tell_end(run, now, signalled, began, workbench.format_to_export)
+    return report_end(run, now, signalled, began, workbench.format_to_export)
 
 
 def restore(cfg, data, checkpoints):
@@ -270,7 +270,7 @@ def run_loop(run, now):
 def loop(run, now):
     """Train to the last step, or until a signal, which is returned; else 0."""
     cfg = run.cfg
-    run.goodput.turn("steps")
+    run.goodput.enter("steps")
     run.pace.resume(now.batches.waited)
     while now.step < cfg.run.training_steps:
         if run.bad_steps.due:
@@ -354,7 +354,7 @@ def finish_step(run, now):
     step, sequences, metrics, data_wait = now.launched
     now.launched = None
     row = {"step": step} | as_row(jax.device_get(metrics)) | run.data.train.epochs(sequences)
-    run.phases.profile.note(step)
+    run.phases.profile.step_done(step)
     run.bad_steps.observe(step, sequences, row["loss/train_loss"], row["grad_norm"])
     row["bad_steps"] = run.bad_steps.total
     row |= run.pace.ended(data_wait)
@@ -428,7 +428,7 @@ def save_what_was_reached(run, now):
 
 def close(run, now):
     """End what works beside the loop, and wait until it has written all."""
-    run.goodput.turn("saving")
+    run.goodput.enter("saving")
     run.phases.watchdog.over.set()
     run.phases.profile.close()
     run.pulse.doing = run.goodput.now
@@ -445,7 +445,7 @@ def roll_back(run, now):
     due = run.bad_steps.due
     run.bad_steps.check()
     with run.phases("rollback", now.step):
-        run.goodput.begin(time.time(), "restoring")
+        run.goodput.restart(time.time(), "restoring")
         now.batches.close()
         now.launched = None
         now.state = None  # the devices have room for one
@@ -455,7 +455,7 @@ def roll_back(run, now):
         run.bad_steps.rolled_back(now.step)
         now.batches = read_batches(run.cfg, run.data, run.mesh, now)
         run.interrupt.asked = 0  # the batch that failed may be left out now
-        run.goodput.keep(run.log.rows_so_far(), now.step)
+        run.goodput.add_spent(run.log.rows_so_far(), now.step)
         run.log.rewind(now.step)
         run.overfitting.rewind(now.step)
     run.pace.restart(now.batches.waited)

@@ -16,12 +16,12 @@ from runtime.messages import Unavailable, UserError, duration, put_line, say, sa
 SAMPLES_SHOWN = 3
 
 
-def tell_end(run, now, signalled, began, format_to_export):
+def report_end(run, now, signalled, began, format_to_export):
     """Print and record how the run ended; returns its exit status. run: `train.Run`; now: its `train.Now`. began: when
     it did, by time.time(). format_to_export: of `train.Workbench`."""
     cfg, step = run.cfg, now.step
     if run.checkpoints.saved != step:
-        tell_unsaved(cfg, step, run.checkpoints.on_disk)
+        report_unsaved(cfg, step, run.checkpoints.on_disk)
         return Unavailable.status
     run.log.ended(run.goodput.row())
     # processes but the first know the time since this start alone
@@ -38,11 +38,11 @@ def tell_end(run, now, signalled, began, format_to_export):
         )
     say(f"done {words}")
     if jax.process_index() == 0:
-        tell_next(cfg, now.texts, format_to_export)
+        print_next_commands(cfg, now.texts, format_to_export)
     return 0
 
 
-def tell_unsaved(cfg, step, newest):
+def report_unsaved(cfg, step, newest):
     """Print that the checkpoint of `step` could not be written; newest: step of the newest one, None: there is none."""
     then = f"resume from step {newest}" if newest else "begin again: there is none before it"
     first = "once the storage answers," if is_remote(cfg.run.folder) else "make room and"
@@ -61,7 +61,7 @@ def best_in_words(checkpoints):
     return f"; checkpoint {best} is the best so far, with {losses[best]:.4f}, and is kept"
 
 
-def tell_next(cfg, texts, format_to_export):
+def print_next_commands(cfg, texts, format_to_export):
     """Print samples of the finished run, and the commands that come next."""
     lines = []
     for text in list(dict.fromkeys(texts))[:SAMPLES_SHOWN]:

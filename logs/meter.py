@@ -30,15 +30,15 @@ class Goodput:
     def __init__(self, began):
         """began: when this process did, by time.time()."""
         self.resumed = 0  # times
-        self.begin(began)
+        self.restart(began)
 
-    def begin(self, began, part="starting"):
-        """The run starts, or rolls back: what it spent before is up to `keep`."""
+    def restart(self, began, part="starting"):
+        """The run starts, or rolls back: what it spent before is up to `add_spent`."""
         self.began = self.since = began
         self.part = part
         self.seconds = dict.fromkeys(PARTS, 0.0)
 
-    def turn(self, part):
+    def enter(self, part):
         """The part until now has ended, this one begins."""
         now = time.time()
         self.seconds[self.part] += now - self.since
@@ -52,16 +52,16 @@ class Goodput:
     def during(self, part):
         """This part as long as the block lasts, then the one before."""
         before = self.part
-        self.turn(part)
+        self.enter(part)
         yield
-        self.turn(before)
+        self.enter(before)
 
     def waited(self, seconds):
         """That part of the steps' time was spent waiting for data."""
         self.seconds["steps"] -= seconds
         self.seconds["waiting"] += seconds
 
-    def keep(self, rows, step, end=None):
+    def add_spent(self, rows, step, end=None):
         """The run resumes after `step`: add what it spent until then. rows: of its metrics.jsonl, also later ones.
         end: of `runlog.end_of` these rows."""
         rows = [row for row in rows if "time" in row]
@@ -80,7 +80,7 @@ class Goodput:
 
     def row(self):
         """{name: number} for metrics.jsonl, up to now."""
-        self.turn(self.part)
+        self.enter(self.part)
         share = self.seconds["steps"] / self.whole()
         row = {"time": round(self.since, 3), "goodput": round(share, 6), "resumed": self.resumed}
         return row | {f"seconds/{part}": round(s, 3) for part, s in self.seconds.items()}
@@ -91,7 +91,7 @@ class Goodput:
 
     def words(self):
         """The shares of all parts that have one, the largest of the others first."""
-        self.turn(self.part)
+        self.enter(self.part)
         whole = self.whole()
         shares = {part: seconds / whole for part, seconds in self.seconds.items()}
         others = sorted(PARTS.keys() - {"steps", "resting"}, key=shares.get, reverse=True)

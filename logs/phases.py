@@ -28,5 +28,5 @@ class Phases:
     def __call__(self, name, step):
         with self.watchdog.during(name, step), self.goodput.during(PARTS[name]):
             if name == "training":
-                self.profile.begin(step)
+                self.profile.start_if_due(step)
             yield

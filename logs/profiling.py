@@ -48,7 +48,7 @@ class Profile:
         name = f"steps-{self.first}-{self.last}"  # a run that does them again traces them again
         self.folder = os.path.join(cfg.run.folder, FOLDER, name)
 
-    def begin(self, step):
+    def start_if_due(self, step):
         """Begin the trace where `step` is its first."""
         if step != self.first or self.first > self.last or self.began:
             return
@@ -61,7 +61,7 @@ class Profile:
         if attempt(lambda: jax.profiler.start_trace(local.name, **how), FAILED):
             self.local = local
 
-    def note(self, step):
+    def step_done(self, step):
         """The devices have done `step`; the trace ends with the last one of --profile."""
         self.done = step
         if step >= self.last:

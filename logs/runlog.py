@@ -84,7 +84,7 @@ def end_of(folder, found):
 class NoLog:
     """The log of a process that writes none: every call does nothing."""
 
-    def begin(self, step):
+    def open(self, step):
         return [], None
 
     def rows_so_far(self):
@@ -116,7 +116,7 @@ class RunLog:
         self.room = threading.Semaphore(MOST_BEHIND)  # for calls that wait for it
         self.is_behind = False
 
-    def begin(self, step):
+    def open(self, step):
         """Begin to log the steps after `step`. Returns the rows that were there, also of later steps, and `end_of`
         them. Raises UserError where they cannot be read."""
         found, damaged = self._read_rows(step)

@@ -110,9 +110,9 @@ class Lock:
         self.is_lost = self.is_late = False
         self.asked = threading.Event()  # for a beat at once
         self.over = threading.Event()
-        self.keeper = threading.Thread(target=self._keep, name="lock", daemon=True)
+        self.keeper = threading.Thread(target=self._renew, name="lock", daemon=True)
 
-    def take(self, in_use):
+    def acquire(self, in_use):
         """Hold the lock; where another's is there, wait until that one is known to be dead. Raises in_use(holder)
         where it lives, UserError or OSError where the lock cannot be read or written."""
         watched = None  # a version
@@ -125,7 +125,7 @@ class Lock:
             if alive is None:
                 if watched is None:
                     watched = found.version
-                    tell_wait(self.folder, found.holder)
+                    print_waiting(self.folder, found.holder)
                 elif found.version != watched:
                     raise in_use(found.holder)
                 else:
@@ -137,7 +137,7 @@ class Lock:
                     continue
             if persist(lambda: self._write(found), self.path):
                 if found:
-                    tell_taken(self.folder, found.holder, alive)
+                    print_taken_over(self.folder, found.holder, alive)
                 self.keeper.start()
                 return
             time.sleep(0.1)  # another was faster; look who
@@ -163,7 +163,7 @@ class Lock:
         if self.keeper.is_alive() and not self.is_lost:
             self.keeper.join(RELEASE)
 
-    def _keep(self):
+    def _renew(self):
         while not self.over.is_set():
             late = uptime() - self.confirmed > BEAT
             self.asked.wait(LOOK if late else BEAT)
@@ -232,14 +232,14 @@ class Lock:
             self.place.remove(found)
 
 
-def tell_wait(folder, holder):
+def print_waiting(folder, holder):
     who = f"process {holder['pid']} on {holder['host']}"
     say(
         f"{folder}: {who} has held its lock since {holder['since']}; waiting up to {DEAD:g} s for a sign of its life"
     )
 
 
-def tell_taken(folder, holder, alive):
+def print_taken_over(folder, holder, alive):
     """alive: of `is_alive`."""
     who = f"process {holder['pid']}"
     if alive is None:
@@ -271,7 +271,7 @@ def alone_in(folder, flag, value, other):
     interrupts.given_back.append(lock.release)
     try:
         try:
-            lock.take(in_use)
+            lock.acquire(in_use)
         except OSError as e:
             why = f"{folder} cannot be written ({e.strerror or e})"
             remedy = "give a folder that can be, with room in it"

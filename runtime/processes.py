@@ -51,7 +51,7 @@ def end_at_once(error):
     words = f"error: {error}"
     if not isinstance(error, UserError):
         if LOSS.search(str(error)):
-            if status := status_told():
+            if status := published_status():
                 interrupts.end(status, f"error: {ANOTHER}")
             advice = "and the same command on all resumes from a checkpoint."
             interrupts.end(75, f"error: {LOST}, {advice}")
@@ -59,7 +59,7 @@ def end_at_once(error):
     flush_output()
     say_aside(words)
     status = ENDS[rank_of(error)]
-    tell_status(status)
+    publish_status(status)
     os._exit(status)
 
 
@@ -69,7 +69,7 @@ def rank_of(error):
     return ENDS.index(status)
 
 
-def tell_status(status):
+def publish_status(status):
     """Tell the other processes that this one ends, with which status. With process 0 they would end too, in a stack
     trace: it waits until they have told their end, for some seconds."""
     watched.set()
@@ -85,7 +85,7 @@ def tell_status(status):
                 return
 
 
-def status_told():
+def published_status():
     """The worst exit status of those that processes have told as they ended; 0 where none has."""
     with contextlib.suppress(RuntimeError):  # process 0 is gone
         told = distributed.global_state.client.key_value_dir_get("ended/")
@@ -98,9 +98,9 @@ def end_with_the_first():
     no longer comes. Once steps run, they agree on their end (`Interrupt.agreed`)."""
     while not watched.wait(1):
         # all may have failed together, and this one be about to print why
-        if status_told() and not watched.wait(3):
-            status = status_told()
-            tell_status(status)
+        if published_status() and not watched.wait(3):
+            status = published_status()
+            publish_status(status)
             interrupts.end(status, f"error: {ANOTHER}")
 
 
@@ -109,7 +109,7 @@ def join_processes(cfg, alike):
     have in common, and find the devices of all. Raises UserError."""
     run = cfg.run
     if run.num_processes != 1:
-        meet(run)
+        connect(run)
     several = jax.distributed.is_initialized()
     if several:
         threading.Thread(target=end_with_the_first, daemon=True).start()
@@ -121,7 +121,7 @@ def join_processes(cfg, alike):
         )
 
 
-def part(status):
+def leave(status):
     """Leave the other processes, which leave too. Ends this one, with that status, where one is gone already."""
     watched.set()
     try:
@@ -131,7 +131,7 @@ def part(status):
         interrupts.end(status, "")
 
 
-def meet(run):
+def connect(run):
     """Meet the other processes: at --coordinator, or where a TPU pod, Slurm or Kubernetes tells jax."""
     # That service would swallow SIGTERM from here on; `Interrupt` makes a signal known to all processes.
     jax.config.update("jax_enable_preemption_service", False)
@@ -256,7 +256,7 @@ def same_everywhere(things, run):
     me.client.key_value_set(f"{key}/{me.process_id}", json.dumps(things))
     if me.process_id == 0:
         me.client.key_value_set(f"{key}/found", json.dumps(compare(key, seconds)))
-    status, words = told(f"{key}/found", 1.5 * seconds) or silent(0, seconds)
+    status, words = shared_value(f"{key}/found", 1.5 * seconds) or no_answer(0, seconds)
     if words:
         error = UserError(words)
         error.status = status
@@ -266,14 +266,14 @@ def same_everywhere(things, run):
 def compare(key, seconds):
     """(exit status, what differs) between process 0, which calls it, and another one; (0, "") where nothing does."""
     end = time.monotonic() + seconds
-    mine = told(f"{key}/0", seconds)
+    mine = shared_value(f"{key}/0", seconds)
     for process in range(1, distributed.global_state.num_processes):
-        theirs = told(f"{key}/{process}", max(0, end - time.monotonic()))
+        theirs = shared_value(f"{key}/{process}", max(0, end - time.monotonic()))
         if theirs is None:
-            return silent(process, seconds)
+            return no_answer(process, seconds)
         differ = [name for name in mine if theirs.get(name, mine[name]) != mine[name]]
         if differ:
-            each = [f"{n} {shown(theirs[n])} instead of {shown(mine[n])}" for n in differ[:3]]
+            each = [f"{n} {in_words(theirs[n])} instead of {in_words(mine[n])}" for n in differ[:3]]
             more = f" and {len(differ) - 3} more" if differ[3:] else ""
             return UserError.status, (
                 f"process {process} differs from process 0 in {', '.join(each)}{more}; give all the same program, "
@@ -282,19 +282,19 @@ def compare(key, seconds):
     return 0, ""
 
 
-def told(key, seconds):
+def shared_value(key, seconds):
     """What a process has put into the key-value store, or None where it does not in that many seconds."""
     with contextlib.suppress(RuntimeError):
         get = distributed.global_state.client.blocking_key_value_get
         return json.loads(get(key, int(1000 * seconds) + 1))
 
 
-def silent(process, seconds):
+def no_answer(process, seconds):
     words = f"process {process} did not tell its program and flags within {seconds:g} s; its log says why."
     return Unavailable.status, words
 
 
-def shown(value):
+def in_words(value):
     """A value of `things` as a message has it."""
     return f"{value if value and isinstance(value, str) else json.dumps(value):.50}"
 
@@ -329,10 +329,10 @@ class Interrupt:
 
     def __enter__(self):
         watched.set()
-        self.over = interrupts.watch(self._note)
+        self.over = interrupts.watch(self._on_signal)
         return self
 
-    def _note(self, number):
+    def _on_signal(self, number):
         name = signal.Signals(number).name
         self.received += 1
         if self.received == 1:
@@ -362,7 +362,7 @@ class Watchdog:
     def during(self, name, step):
         """Time the activity `name` of a step. The one around it, if there is one, stands still meanwhile."""
         outer, entered = self.now, time.monotonic()
-        self.begin(name, step)
+        self.enter(name, step)
         yield
         ended = time.monotonic()
         _, _, began = self.now
@@ -372,7 +372,7 @@ class Watchdog:
             outer = (name, step, began + ended - entered)
         self.now = outer
 
-    def begin(self, name, step):
+    def enter(self, name, step):
         """An activity begins."""
         self.now = (name, step, time.monotonic())
 

@@ -680,9 +680,9 @@ def test_a_process_that_jax_cannot_place_among_others_does_not_train_alone(monke
         monkeypatch.setattr("jax.distributed.initialize", fail)
         run = presets.preset("tiny").run
         if alone:
-            processes.meet(run)
+            processes.connect(run)
         else:
-            refusal(lambda: processes.meet(run), f"cannot join the others ({said})", "alone")
+            refusal(lambda: processes.connect(run), f"cannot join the others ({said})", "alone")
 
 
 def streams(code, redirected, **environment):

@@ -380,8 +380,8 @@ def test_what_terminals_batch_systems_and_limits_send_leaves_a_checkpoint(
     name, train, tmp_path, monkeypatch, capsys
 ):
     """However often: the kernel repeats some of them. What was ignored when the program began stays ignored."""
-    number, begin = signal.Signals[f"SIG{name}"], processes.Watchdog.begin
-    received = processes.Interrupt._note
+    number, begin = signal.Signals[f"SIG{name}"], processes.Watchdog.enter
+    received = processes.Interrupt._on_signal
     heard = []
 
     def noted(interrupt, n):
@@ -396,7 +396,7 @@ def test_what_terminals_batch_systems_and_limits_send_leaves_a_checkpoint(
         begin(watchdog, what, step)
 
     monkeypatch.setattr(processes.Watchdog, "begin", sent)
-    monkeypatch.setattr(processes.Interrupt, "_note", noted)
+    monkeypatch.setattr(processes.Interrupt, "_on_signal", noted)
     before = signal.signal(number, signal.SIG_DFL)
     try:
         assert train(**TINY, training_steps=100) == 128 + number
@@ -596,7 +596,7 @@ from runtime import processes
 cfg = flags.cfg
 per_step = cfg.data.train_batch_size * 2
 model.make_loss = poisoned(cfg, {BAD}, per_step)
-put_batch, begin = train.put_batch, processes.Watchdog.begin
+put_batch, begin = train.put_batch, processes.Watchdog.enter
 
 def slow(order, first, shape, mesh):
     time.sleep(faults.get("pause", 0))
@@ -609,7 +609,7 @@ def counted(watchdog, name, step):
         print(step, file=pathlib.Path(__file__).with_name("launched").open("a"))
     begin(watchdog, name, step)
 
-train.put_batch, processes.Watchdog.begin = slow, counted
+train.put_batch, processes.Watchdog.enter = slow, counted
 sys.exit(messages.one_sentence(lambda: train.run(flags, main.workbench())))
 """
 

@@ -134,7 +134,7 @@ def test_goodput_counts_every_moment_once_also_over_restarts_and_rollbacks(monke
     monkeypatch.setattr(meter.time, "time", lambda: clock.now)
 
     def step(goodput, number):
-        goodput.turn("steps")
+        goodput.enter("steps")
         clock.now += 10
         goodput.waited(2)
         return {"step": number} | goodput.row()
@@ -143,7 +143,7 @@ def test_goodput_counts_every_moment_once_also_over_restarts_and_rollbacks(monke
         return {part: seconds for part, seconds in meter.spent_in(row).items() if seconds}
 
     goodput = meter.Goodput(90.0)
-    goodput.turn("compiling")
+    goodput.enter("compiling")
     clock.now += 5
     before = [step(goodput, number) for number in (1, 2, 3)]
     assert spent(before[-1]) == dict(starting=10, compiling=5, steps=24, waiting=6)
@@ -151,19 +151,19 @@ def test_goodput_counts_every_moment_once_also_over_restarts_and_rollbacks(monke
 
     clock.now += 7  # killed, started again 3 s ago, resumed from step 1
     goodput = meter.Goodput(clock.now - 3)
-    goodput.turn("restoring")
-    goodput.keep(before, 1)
+    goodput.enter("restoring")
+    goodput.add_spent(before, 1)
     row = step(goodput, 2)
     assert spent(row) == dict(starting=13, compiling=5, steps=16, waiting=4, lost=24)
     assert sum(spent(row).values()) == clock.now - 90 and row["resumed"] == 1
     assert goodput.words().startswith("26% of 1m02s in steps, 39% lost to restarts, 21% starting")
 
-    goodput.begin(clock.now)  # rolls back to the same step
-    goodput.keep([before[0], row], 1)
+    goodput.restart(clock.now)  # rolls back to the same step
+    goodput.add_spent([before[0], row], 1)
     assert meter.spent_in(goodput.row())["lost"] == 37  # from the row of step 1 until now
     assert goodput.resumed == 2 and sum(goodput.seconds.values()) == clock.now - 90
     other = meter.Goodput(clock.now)
-    other.keep([{"step": 1, "lr": 0.1}], 1)  # of an older run: it counts from here
+    other.add_spent([{"step": 1, "lr": 0.1}], 1)  # of an older run: it counts from here
     assert sum(other.seconds.values()) == 0
 
 
@@ -227,7 +227,7 @@ def log_in(folder, step=0, **flags):
     """The log of a run that resumes at `step`."""
     cfg = utils.replace(small_config(), output_dir=str(folder), name="run", **flags)
     log = runlog.RunLog(cfg)
-    log.begin(step)
+    log.open(step)
     return log
 
 

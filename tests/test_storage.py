@@ -376,7 +376,7 @@ def test_an_outage_while_a_run_trains_costs_nothing_but_checkpoints(
     rows of a run on a local disk."""
     address, fs, proxy = bucket
     proxy.fault = lambda: None
-    begin = processes.Watchdog.begin
+    begin = processes.Watchdog.enter
 
     def outage(watchdog, name, step):
         if (name, step) == ("checkpoint", 4):

@@ -122,8 +122,8 @@ def open_log(cfg, step, goodput, checkpoints):
     """(the log of the steps after `step`, its `Overfitting`). The rows so far tell `goodput` what the run has spent. A
     checkpoint gets its name only after the rows before it are written."""
     log = RunLog(cfg) if jax.process_index() == 0 else NoLog()
-    found, end = processes.on_all(lambda: log.begin(step))
-    goodput.keep(found, step, end)
+    found, end = processes.on_all(lambda: log.open(step))
+    goodput.add_spent(found, step, end)
     checkpoints.wait_for_log = log.wait_for_rows
     return log, Overfitting([row for row in found if row["step"] <= step])
 
