@@ -38,9 +38,9 @@ def workbench():
     from training.workbench import Workbench
 
     def plan(flags):
-        from planning import plan
+        from planning import command
 
-        return plan.main(flags)
+        return command.main(flags)
 
     def weights():
         from inference import weights

@@ -24,7 +24,7 @@ class Progress:
     """Prints a line for each evaluation, with losses as cross-entropies."""
 
     def __init__(self, cfg, bytes_per_token=None, plan=None):
-        """bytes_per_token: of the validation data; plan: of `plan.answer`. None: not known."""
+        """bytes_per_token: of the validation data; plan: the `Plan` of the run. None: not known."""
         self.steps, self.bytes_per_token, self.plan = cfg.run.training_steps, bytes_per_token, plan
         self.before = None  # validation loss of the line before
 

@@ -12,11 +12,12 @@ from typing import NamedTuple
 import jax
 from jax.experimental import topologies
 
+from collectives import count_slices
 from config.parser import MANY
 from kernels import attention
 from planning import gpus, hlo
 from runtime import chips, platforms
-from runtime.chips import Chip
+from runtime.chips import CHIPS, Chip, chip_of
 from runtime.jax_setup import configure_jax
 from runtime.messages import UserError, first_line, say
 from training.device_mesh import make_mesh
@@ -27,6 +28,9 @@ from training.train_step import lower_train_step
 LIBTPU_NAMES = {"v7x": "tpu7x"}  # of chips that libtpu calls otherwise
 # {platform: how its compiler is installed}
 INSTALL = {"tpu": 'pip install "jax[tpu]"', "gpu": "bash setup_tpu.sh plan-gpu"}
+
+
+GPU_SHARE = 0.75  # of a GPU's memory, which jax allocates for its programs
 
 
 class Machine(NamedTuple):
@@ -47,6 +51,11 @@ class Machine(NamedTuple):
     @property
     def slices(self):
         return self.groups if self.platform == "tpu" else 1
+
+    def as_a_run_has_it(self):
+        """This machine with the memory that jax gives to programs. `memory` of a `Chip` is all that it has."""
+        share = GPU_SHARE if self.chip.gpu else 1
+        return self._replace(chip=self.chip._replace(memory=share * self.chip.memory))
 
     @property
     def kernels(self):
@@ -76,6 +85,32 @@ def parse_machine(name):
     slices = f"{groups}*" if groups > 1 else ""
     topology = f"{LIBTPU_NAMES.get(chip.name, chip.name)}:{shape}"
     return Machine(f"{slices}{chip.name}:{shape}", chip, n, groups, topology)
+
+
+def machine_of(devices, memory=None):
+    """The `Machine` of devices that jax has found. memory: bytes of one; None: those that a program may use now."""
+    processes = len({device.process_index for device in devices})
+    slices = count_slices(devices)
+    first = devices[0]
+    machine = machine_of_kind(first.device_kind, first.platform, len(devices), processes, slices)
+    memory = memory or memory_limit() or machine.chip.memory
+    return machine._replace(chip=machine.chip._replace(memory=memory))
+
+
+def machine_of_kind(kind, platform, n, processes, slices):
+    """The `Machine` of n devices of a kind, as jax calls it. Speeds of a kind that is not known are those of another,
+    which will do to compare configurations."""
+    chip = chip_of(kind) or CHIPS["A100" if platform == "gpu" else "v4"]
+    return Machine(kind, chip, n, processes if chip.gpu else slices, platform=platform)
+
+
+def memory_limit():
+    """Bytes that a program may use on a device here, None: not known. Simulated devices share the machine's."""
+    device = jax.local_devices()[0]
+    if device.platform != "cpu":
+        return (device.memory_stats() or {}).get("bytes_limit")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return memory / jax.local_device_count()
 
 
 def devices_of(machine):

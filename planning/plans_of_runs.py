@@ -1,8 +1,10 @@
 """What a run asks of the plans: how much of its devices' memory a step needs, and how fast it should be."""
 
+import functools
+
 import jax
 
-from planning import plan
+from planning import advice, machines, plan
 from runtime import chips
 from runtime.messages import UserError
 
@@ -16,7 +18,8 @@ def memory_share():
     chip = chips.chip_of(jax.devices()[0].device_kind)
     if chip is None:
         return None
-    return plan.memory_share_of(plan.machine_of(jax.devices(), chip.memory))
+    machine = machines.machine_of(jax.devices(), chip.memory)
+    return functools.partial(plan.memory_share, machine=machine.as_a_run_has_it())
 
 
 def plan_of(cfg):
@@ -24,10 +27,10 @@ def plan_of(cfg):
     devices = jax.devices()[: cfg.run.n_devices]
     if chips.chip_of(devices[0].device_kind) is None:
         return None
-    return plan.answer(cfg, plan.machine_of(devices))
+    return plan.make_plan(cfg, machines.machine_of(devices))
 
 
 def out_of_memory(cfg, error):
     """The UserError for `error`, with which a device ran out of memory: which flags would make a step fit."""
-    machine = plan.machine_of(jax.devices()[: cfg.run.n_devices])
-    return UserError(plan.explain(cfg, machine, str(error)))
+    machine = machines.machine_of(jax.devices()[: cfg.run.n_devices])
+    return UserError(advice.explain_out_of_memory(cfg, machine, str(error)))

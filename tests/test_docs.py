@@ -26,7 +26,7 @@ from conftest import BYTE_RANKS, ROOT, SMALL_RUN, copy_repository, files_of_repo
 import model
 import utils
 from config import command_line, parser, presets, settle
-from planning import plan
+from planning import command as planning
 from shards import tokenization
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -311,7 +311,7 @@ def run(words, folder):
     if "--plan" in words:
         assert words[:2] == ["python", "main.py"]
         with contextlib.redirect_stdout(io.StringIO()) as said:
-            assert plan.main(command_line.parse(words[2:])) == 0
+            assert planning.main(command_line.parse(words[2:])) == 0
         return said.getvalue()
     words = [sys.executable if word == "python" else word for word in words]
     env = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(folder / "xla")}

@@ -7,7 +7,7 @@ import pytest
 from conftest import refusal, small_config
 from families import SMALL_GPT2
 
-from planning import machines, plan
+from planning import advice, machines, plan
 from training import setup
 
 LIMIT = 2**27  # bytes of a device
@@ -31,7 +31,7 @@ def test_the_flags_that_the_sentence_names_make_a_step_fit(train, monkeypatch):
         return step
 
     monkeypatch.setattr(setup, "compile_train_step", limited)
-    monkeypatch.setattr(plan, "memory_limit", lambda: LIMIT)
+    monkeypatch.setattr(machines, "memory_limit", lambda: LIMIT)
     flags = SMALL_GPT2 | dict(blocks=1, T=256, remat="none", attention="xla", training_steps=1)
     flags |= dict(train_batch_size=128, microbatches=1, val_batch_size=2, eval_steps=1)
     flags |= dict(model_dimension=128, vocab_size=8192)
@@ -50,14 +50,15 @@ def test_the_flags_suffice_where_the_formulas_are_off(off):
     """By a factor, of what a step works with: they are off by as much with other flags, or right."""
     machine = machines.parse_machine("gpu:1xH100")
     cfg = small_config(**SMALL_GPT2, T=256, train_batch_size=64, remat="none")
-    memory = plan.answer(cfg, machine).memory
-    given = memory["total"] - plan.working(memory)
-    taken = off * plan.working(memory)
+    memory = plan.make_plan(cfg, machine).memory
+    given = memory.total - memory.working
+    taken = off * memory.working
     chip = machine.chip._replace(memory=given + taken / 2)
     tight = machine._replace(chip=chip)
-    refused = plan.answer(cfg, tight, refused=machines.TooLarge(given + taken, chip.memory)).memory
-    assert refused["total"] == pytest.approx(given + taken) and min(refused.values()) >= 0
-    new, needs = plan.smaller(cfg, tight, refused)
-    found = plan.answer(new, tight).memory
-    unseen = (max(1, off) - 1) * plan.working(found)
-    assert needs == pytest.approx(found["total"] + unseen) and needs < chip.memory
+    too_large = machines.TooLarge(given + taken, chip.memory)
+    refused = plan.make_plan(cfg, tight, refused=too_large)
+    assert refused.memory.total == pytest.approx(given + taken) and min(refused.memory) >= 0
+    new, needs = advice.smaller(refused)
+    found = plan.make_plan(new, tight).memory
+    unseen = (max(1, off) - 1) * found.working
+    assert needs == pytest.approx(found.total + unseen) and needs < chip.memory

@@ -120,7 +120,7 @@ def test_a_line_says_whether_a_run_is_well(tmp_path, capsys, monkeypatch):
     assert second.endswith("  2 bad steps  checkpoint 20  12m00s left\n")
 
     monkeypatch.setattr(chips, "chip_of", lambda kind: chips.CHIPS["v4"])
-    planned = plan.answer(cfg, machines.parse_machine("v4:2x2x1"))
+    planned = plan.make_plan(cfg, machines.parse_machine("v4:2x2x1"))
     progress = runlog.Progress(cfg, plan=plans_of_runs.plan_of(cfg))
     progress.print(row(5.5), pace_of(planned.tokens_per_second / 4), None)
     line = capsys.readouterr().out

@@ -17,7 +17,7 @@ import utils
 from config import presets
 from config.flags import Flags
 from logs import profiling
-from planning import costs, plan
+from planning import costs, machines
 from tools import trace
 
 
@@ -89,7 +89,7 @@ def test_the_plan_stands_beside_it(measured):
     first, found = measured
     rows = trace.beside(first, found)
     assert rows["step"] == (found.step, None, None) and 0 < found.products < found.step
-    estimate = costs.Estimate(first.cfg, plan.machine_of(jax.devices()))
+    estimate = costs.estimate(first.cfg, machines.machine_of(jax.devices()))
     assert rows["matrix products"][2] == pytest.approx(estimate.flops, rel=0.1)
     assert all(rows[f"links of {axis}"][2] > 0 for axis in ("dp", "pp", "tp"))
     about = first.about | dict(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")

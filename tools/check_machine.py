@@ -51,7 +51,9 @@ from config import command_line, settle
 from config.presets import PRESETS, preset
 from kernels import attention
 from logs.profiling import Profile
-from planning import plan
+from planning import machines
+from planning.advice import WAYS, with_flags
+from planning.plan import make_plan, memory_share
 from tools import machine_checks as checks
 from tools import trace
 from tools.machine_checks import Skipped, Wrong
@@ -64,7 +66,7 @@ ROUNDS, STEPS = 5, 2  # measured after a first step
 
 def presets_that_fit(devices):
     """Yield validated Configs of presets that fit by the formulas, the largest first, with batches for short steps."""
-    machine = plan.machine_of(devices)
+    machine = machines.machine_of(devices)
     found = []
     for name in ["tiny"] if devices[0].platform == "cpu" else PRESETS:
         cfg = preset(name)
@@ -74,14 +76,14 @@ def presets_that_fit(devices):
             cfg = cut_batch(settle.validate(cfg, len(devices)), machine)
             found.append((model.count_params(cfg)[0], name, cfg))
     for _, _, cfg in sorted(found, reverse=True):
-        if fits(plan.answer(cfg, machine)):
+        if memory_share(cfg, machine) <= 1:
             yield cfg
 
 
 def cut_batch(cfg, machine):
     """`cfg` with half of its microbatches, as often as its step is long by the plan; as few as can be on a CPU."""
     d = cfg.data
-    is_long = machine.platform == "cpu" or plan.answer(cfg, machine).seconds["step"] > LONG
+    is_long = machine.platform == "cpu" or make_plan(cfg, machine).step > LONG
     if d.microbatches % 2 or not is_long:
         return cfg
     batches = "global_batch_size", "train_batch_size", "val_batch_size", "microbatches"
@@ -89,17 +91,12 @@ def cut_batch(cfg, machine):
     return cut_batch(utils.replace(cfg, **half), machine)
 
 
-def fits(a):
-    """Whether what is planned fits with some room left."""
-    return a.memory["total"] < (1 - plan.MARGIN) * a.memory["limit"]
-
-
 class Step:
     """The train step of the largest preset that fits, and what its checks found for the page."""
 
     def __init__(self, out):
         self.out = out
-        self.machine = plan.machine_of(jax.devices())
+        self.machine = machines.machine_of(jax.devices())
         self.presets = presets_that_fit(jax.devices())
         self.cfg = None
         self.rows = []  # of bench.row; the first is of the preset's own flags
@@ -161,10 +158,10 @@ class Step:
     def vary(self, flag, value):
         """Measure the step with another value of a flag."""
         self.need()
-        cfg = plan.fitted(self.cfg, self.machine.n, **{flag: value})
+        cfg = with_flags(self.cfg, self.machine.n, **{flag: value})
         if not cfg:
             raise Skipped(f"{value} does not go with the other flags")
-        if not fits(plan.answer(cfg, self.machine)):
+        if memory_share(cfg, self.machine) > 1:
             raise Skipped("it does not fit by the plan")
         row = self.run(f"--{flag} {value}", cfg)
         return f"{row['ratio'][1]:.2f} x the speed of the preset's own flags"
@@ -193,7 +190,7 @@ def checks_of(step):
     found["step and its trace"] = step.profile
     found["flag --microbatches"] = step.halve_microbatches
     for flag in ("remat", "fsdp"):
-        for value in plan.WAYS[flag]:
+        for value in WAYS[flag]:
             if value != utils.FIELDS[flag].default:
                 found[f"flag --{flag} {value}"] = partial(step.vary, flag, value)
     return found

@@ -25,7 +25,7 @@ from config.batch import divisors
 from config.presets import PRESETS, preset
 from kernels import attention, grouped
 from kernels import loss as losses
-from planning import plan
+from planning.advice import with_flags
 from tools import bench
 from training.bad_steps import BadSteps
 from training.checkpointing import fingerprint
@@ -214,7 +214,7 @@ def small_model(name, n, mesh=(1, 1, 1), **flags):
     flags |= dict(global_batch_size=2 * n)
     one = utils.replace(preset(name), n_device_axis=(1, 1, 1), **flags)
     size = math.prod(mesh)
-    return plan.fitted(one, size, n_device_axis=mesh, n_devices=size, microbatches=mesh[1])
+    return with_flags(one, size, n_device_axis=mesh, n_devices=size, microbatches=mesh[1])
 
 
 @cache

@@ -42,7 +42,7 @@ class Options:
     """Name of a trace in it, such as steps-20-22; empty: the newest."""
 
 
-PRODUCTS = "matrix products"  # as plan.answer calls this part
+PRODUCTS = "matrix products"  # as a `Plan` calls this part
 REST, IDLE = "rest", "idle"
 # Parts of a step, by the innermost of these scopes (jax.named_scope) around an operation.
 PARTS = {name: name for name in ("attention", "feed_forward", "experts", "optimizer")}
@@ -236,13 +236,15 @@ def beside(trace, found):
     about = trace.about
     kind = about["device_kind"]
     n = math.prod(trace.cfg.run.n_device_axis)
-    machine = plan.machine_of_kind(kind, about["platform"], n, about["processes"], about["slices"])
+    machine = machines.machine_of_kind(
+        kind, about["platform"], n, about["processes"], about["slices"]
+    )
     # the memory of the program does not matter here
-    answer = plan.answer(trace.cfg, machine, machines.Compiled(trace.text, 0, 0))
-    work = {PRODUCTS: answer.flops["program"]} | plan.by_links(answer.collectives, "bytes")
+    of_program = plan.make_plan(trace.cfg, machine, machines.Compiled(trace.text, 0, 0))
+    work = {PRODUCTS: of_program.flops} | plan.by_links(of_program.collectives, "bytes")
     planned = {}
     if chips.chip_of(kind):
-        planned = answer.seconds | dict(step=answer.overlapped["step"])
+        planned = of_program.seconds | dict(step=of_program.overlap.step)
     columns = measured, planned, work
     return {part: tuple(column.get(part) for column in columns) for part in work | measured}
 

@@ -1,0 +1,153 @@
+"""Which flags would make a step faster, or make it fit: the same global batch, tried by the formulas."""
+
+import itertools
+import math
+import re
+import typing
+
+import utils
+from config import settle
+from config.batch import divisors
+from planning import machines
+from planning.plan import MARGIN, SEARCHED, make_plan
+from runtime.messages import UserError, size
+
+WORTH = 0.02  # share of a step that a flag must save to be named
+CHANGES = 3  # of flags, at most, that are tried to make a step fit
+# {flag of a few words that changes how a step is computed, not what: its values}
+WAYS = {
+    flag: typing.get_args(utils.FIELDS[flag].type)
+    for flag in ("remat", "fsdp", "sequence_parallel")
+}
+
+
+def with_flags(cfg, n, **flags):
+    """`cfg` with other flags and the same global batch, validated for n devices; None where they do not go together."""
+    rounds = dict(pp_interleave=0) if "n_device_axis" in flags else {}  # as many as the mesh allows
+    new = utils.replace(cfg, **rounds | flags)
+    parts = new.run.n_device_axis[0] * new.run.accumulation_steps
+    train = cfg.data.global_batch_size // parts
+    if train * parts != cfg.data.global_batch_size:
+        return None
+    try:
+        # validation is no part of the step: it takes any batch that fits
+        return settle.validate(utils.replace(new, train_batch_size=train, val_batch_size=0), n)
+    except UserError:
+        return None
+
+
+def meshes(cfg, n):
+    """The shapes (dp, pp, tp) of n devices that the model can be spread over."""
+    for pp in divisors(math.gcd(cfg.model.blocks, n)):
+        for tp in divisors(n // pp):
+            yield n // pp // tp, pp, tp
+
+
+def variants(cfg, n):
+    """Every configuration that --search considers, of the same global batch."""
+    total = cfg.data.global_batch_size // cfg.run.accumulation_steps
+    found = []
+    for dp, pp, tp in meshes(cfg, n):
+        values = WAYS | dict(
+            n_device_axis=[(dp, pp, tp)],
+            microbatches=divisors(max(1, total // dp)),
+            pp_interleave=divisors(cfg.model.blocks // pp) if pp > 1 else [1],
+        )
+        if tp == 1:  # no sequences to be split
+            values["sequence_parallel"] = [cfg.model.sequence_parallel]
+        for row in itertools.product(*values.values()):
+            found.append(with_flags(cfg, n, **dict(zip(values, row))))
+    return list(filter(None, found))
+
+
+def changed(old, new):
+    """The flags that make `new` of `old`, as on a command line. Whoever gives train_batch_size must give the
+    accumulation steps too, or they are 1."""
+    before = utils.flatten(old)
+    now = utils.flatten(new)
+    flags = [flag for flag in SEARCHED if now[flag] != before[flag]]
+    if "train_batch_size" in flags and now["accumulation_steps"] > 1:
+        flags = [*dict.fromkeys([*flags, "accumulation_steps"])]
+    words = [f"--{flag} {now[flag]}" for flag in flags]
+    return re.sub("[(),]", "", " ".join(words))  # of a mesh
+
+
+def neighbors(cfg, n):
+    """The configurations that one change makes of `cfg`, of a flag or of the mesh, validated for n devices."""
+    batch = cfg.data.train_batch_size
+    values = WAYS | dict(
+        pp_interleave=divisors(cfg.model.blocks // cfg.run.n_device_axis[1]),
+        microbatches=divisors(batch),
+        accumulation_steps=divisors(batch * cfg.run.accumulation_steps),
+        n_device_axis=meshes(cfg, n),
+    )
+    changes = [with_flags(cfg, n, **{flag: value}) for flag in values for value in values[flag]]
+    return [new for new in changes if new not in (None, cfg)]
+
+
+def advise(plan):
+    """One sentence: the single change that saves most time, or what would make the step fit, by the formulas."""
+    cfg, machine = plan.cfg, plan.machine
+    spare = plan.memory_limit - plan.memory.total
+    if spare < 0:
+        lacks = f"it needs {size(-spare)} more than a chip's {size(plan.memory_limit)}"
+        return f"does not fit: {lacks}; {what_would_fit(plan)}"
+    now = make_plan(cfg, machine)
+    best = cfg
+    saved = WORTH
+    for new in neighbors(cfg, machine.n):
+        other = make_plan(new, machine)
+        saves = 1 - other.step / now.step
+        if saves > saved and other.memory.total - now.memory.total <= spare:
+            best, saved = new, saves
+    if best == cfg:
+        return f"no single flag helps by more than {WORTH:.0%}, by the formulas"
+    return f"{changed(cfg, best)} would help most: by {saved:.0%} of the step, by the formulas"
+
+
+def smaller(plan):
+    """(Config, bytes that it needs) of the same global batch that fits by the formulas with some room left, or None.
+
+    One change after the other is made to the Config of `plan`, the one that saves most memory, until one suffices: then
+    the fastest of these. Where the formulas say too little of `plan`, they say too little of others, by the same
+    factor.
+    """
+    machine, limit = plan.machine, plan.memory_limit
+    lacks = max(0, limit - plan.memory.total)
+    by_formulas = make_plan(plan.cfg, machine).memory
+    off = max(1, (plan.memory.working + lacks) / by_formulas.working)
+    old = plan.cfg
+    for _ in range(CHANGES):
+        tried = []  # (bytes that it needs, seconds of a step, Config)
+        for new in neighbors(old, machine.n):
+            other = make_plan(new, machine)
+            needs = other.memory.total + (off - 1) * other.memory.working
+            tried.append((needs, other.step, new))
+        fits = [one for one in tried if one[0] <= (1 - MARGIN) * limit]
+        if fits:
+            needs, _, new = min(fits, key=lambda one: one[1])
+            return new, needs
+        old = min(tried, key=lambda one: one[0])[2]
+    return None
+
+
+def what_would_fit(plan):
+    """Words: the flags that would make the step of a `Plan` fit, or that there are none."""
+    found = smaller(plan)
+    if not found:
+        return "no flags would make it fit, by the formulas; take more devices or a smaller model"
+    new, used = found
+    return f"{changed(plan.cfg, new)} would make it fit, by the formulas: {size(used)}"
+
+
+def in_parts(memory):
+    """Words: what a device holds, of a `Memory`."""
+    return ", ".join(f"{part} {size(n_bytes)}" for part, n_bytes in memory._asdict().items())
+
+
+def explain_out_of_memory(cfg, machine, message):
+    """One sentence for jax's error of memory: what a device holds in a step, and which flags would make it fit."""
+    plan = make_plan(cfg, machine, refused=machines.too_large(message))
+    limit, used = size(plan.memory_limit), size(plan.memory.total)
+    needs = f"a device has {limit} and a step needs {used} of it ({in_parts(plan.memory)})"
+    return f"out of memory: {needs}; {what_would_fit(plan)}."

@@ -1,0 +1,208 @@
+"""What one layer costs a device: the passes of one microbatch, forward and backward."""
+
+from typing import NamedTuple
+
+import model
+from architectures import LayerCost, architecture
+from architectures.experts import capacity, choose_transport
+from kernels import attention, grouped
+from planning.step import Step, expert_axes, transfers
+
+
+class Layer(NamedTuple):
+    """A layer of one kind, with what --remat and the kernels make of it. Channels are per token."""
+
+    step: Step
+    cost: LayerCost
+    recomputes: bool  # whether the backward pass computes the forward pass again
+    in_tiles: bool  # whether experts are computed in tiles, not in buckets
+    keeps_experts: bool  # whether the inputs of routed experts are kept, not sent again
+    keeps_attention: bool  # whether the attention kernel's output is kept
+    keeps_scores: bool  # whether the attention kernel keeps scores, not computing them anew
+    forward_scores: float  # operations of attention's products in the forward pass
+    all_scores: float  # and in all passes
+    rows: int  # that routed experts multiply, empty ones included, where the load is even
+    expert_devices: int  # devices that share out all experts
+    products: float  # channels of products, as --remat dots keeps them
+    computed: float  # channels of all intermediates but those of routed experts
+    in_experts: float  # channels of those
+
+    @property
+    def megatron(self):
+        return self.step.cfg.model.sequence_parallel == "megatron"
+
+
+def layer_of(step, kind):
+    """The `Layer` of a kind of layers."""
+    cfg, m = step.cfg, step.cfg.model
+    arch = architecture(m.architecture)
+    cost = arch.layer_cost(m, kind)
+    recomputes = m.remat != "none"
+    in_tiles = choose_transport(m, step.machine.kernels) == "tiles"
+
+    kernel = attention.ATTENTION[attention.choose_kernel(m, step.machine.kernels)]
+    pairs = 2 * step.tokens * m.T * (m.n_head / step.mesh["tp"]) * kernel.score_share(m)
+    forward, *backward = [
+        pairs * (keys * cost.query_channels + values * cost.value_channels)
+        for keys, values in kernel.products.values()
+    ]
+    # the gradients of two products take twice their operations; with more, the kernel computes scores anew
+    keeps_scores = sum(backward) <= 2 * forward
+    may_keep = model.keeps_attention(cfg, step.machine.platform)
+    keeps_attention = may_keep and recomputes and not keeps_scores
+    again = recomputes and not keeps_attention
+
+    has_experts = kind == arch.last and m.n_experts
+    rows, devices = expert_rows(step, in_tiles) if has_experts else (0, 0)
+    products, computed = channels(step, cost)
+    per_row = (cost.branches + 1) * m.expert_width + 2 * m.model_dimension
+    return Layer(
+        step=step,
+        cost=cost,
+        recomputes=recomputes,
+        in_tiles=in_tiles,
+        keeps_experts=m.remat == "experts" and not in_tiles,
+        keeps_attention=keeps_attention,
+        keeps_scores=keeps_scores,
+        forward_scores=forward,
+        all_scores=forward * (1 + again) + sum(backward),
+        rows=rows,
+        expert_devices=devices,
+        products=products,
+        computed=computed,
+        in_experts=rows / step.own_tokens * per_row,
+    )
+
+
+def expert_rows(step, in_tiles):
+    """(rows that a device's routed experts multiply where the load is even, devices that share out all experts)."""
+    m = step.cfg.model
+    E = m.n_experts
+    tokens = int(step.own_tokens)
+    devices = min(E, step.mesh["dp"] * step.mesh["tp"])
+    if not in_tiles:
+        return E * capacity(m, tokens), devices
+    each = tokens * devices * m.experts_per_token // E
+    return E // devices * grouped.padded(each), devices
+
+
+def channels(step, cost):
+    """Channels per token outside routed experts: (of products, of all intermediates)."""
+    m, tp = step.cfg.model, step.mesh["tp"]
+    D = m.model_dimension
+    megatron = m.sequence_parallel == "megatron"
+    added = D * (tp if megatron else 1)  # to the residual
+    products = cost.products + cost.branches * cost.ffn_width + added
+    # beside products: the feed-forward's, norms and residuals, what is gathered, attention's output
+    gathered = cost.gathered + D * (megatron and cost.ffn_width > 0)
+    others = cost.ffn_width + added + 4 * D + gathered * tp + m.n_head * cost.value_channels
+    return products, products + others
+
+
+def flops(layer):
+    """Operations of matrix products, recomputed ones among them. A product [a, b] x [b, c] takes 2abc."""
+    s, cost = layer.step, layer.cost
+    m = s.cfg.model
+    out = 2 * s.own_tokens * m.model_dimension * cost.ffn_width
+    projections = 2 * s.own_tokens * cost.own_weights + (cost.branches + 1) * out
+    projections += 2 * s.tokens * (m.n_head / s.mesh["tp"]) * cost.head_weights
+    # arXiv:2006.16668, section 2.2
+    experts_out = 2 * layer.rows * m.model_dimension * m.expert_width
+    experts_into = cost.branches * experts_out
+
+    # a product's two gradients take twice its own operations
+    n = 3 * (projections + experts_into + experts_out) + layer.all_scores
+    # recomputation stops before the layer's last product
+    if layer.recomputes and not layer.keeps_experts:
+        n += experts_into
+    if m.remat not in ("none", "dots"):
+        n += projections - out
+    return n
+
+
+def sent_by(layer, n):
+    """[`Transfer`] of a layer that runs n times in a step.
+
+    Tensor and sequence parallelism: arXiv:2205.05198, section 4.2.2, or arXiv:2309.14509, section 3.1. Every collective
+    runs in the forward pass, again where that is recomputed, and its transpose in the backward pass.
+    """
+    s, cost, again = layer.step, layer.cost, layer.recomputes
+    m = s.cfg.model
+    channel = s.tokens * s.width  # bytes
+    # of the residual: megatron gathers it for attention and the feed-forward, and sums what these add to it
+    attention_out = channel * m.model_dimension * layer.megatron
+    feed_forward = attention_out * (cost.ffn_width > 0)
+    gathered = channel * cost.gathered + feed_forward
+    exchanged = channel / s.mesh["tp"] * m.n_head * cost.value_channels
+    if layer.megatron:
+        exchanged = 0
+    choices = 4 * s.B * m.n_experts if layer.rows else 0  # of each sequence, for the balance
+    found = []
+    for kind, whole, times in (
+        ("all-gather", gathered, 1 + again),
+        ("all-gather", attention_out + feed_forward, 1),
+        ("reduce-scatter", gathered, 1),
+        ("reduce-scatter", attention_out + feed_forward, 1),
+        ("reduce-scatter", attention_out, again),
+        ("all-to-all", exchanged, 2 + again),
+        ("all-reduce", choices, 1 + again),
+    ):
+        found += transfers(s, kind, "tp", whole, n * times)
+    if layer.rows:
+        found += tokens_sent(layer, n)
+    return found
+
+
+def tokens_sent(layer, n):
+    """[`Transfer`] of what takes tokens to their experts and back (arXiv:2006.16668, section 3.2)."""
+    s, again = layer.step, layer.recomputes
+    m = s.cfg.model
+    if layer.in_tiles:
+        tokens = s.own_tokens * layer.expert_devices
+        choices = tokens * m.experts_per_token
+        residual = tokens * m.model_dimension * s.width
+        gates = choices * s.width
+        rows = (
+            ("all-gather", residual, 2 + again),
+            ("all-gather", gates + 4 * choices, 1 + again),  # and the experts' numbers
+            ("reduce-scatter", residual, 2),
+            ("reduce-scatter", gates, 1),
+        )
+    else:
+        slots = (
+            layer.rows * s.width
+        )  # bytes of a number for each slot of the buckets, such as its gate
+        into_again = again and not layer.keeps_experts
+        rows = (
+            ("all-to-all", slots * m.model_dimension, 4 + into_again),
+            ("all-to-all", slots, 2 + again),
+        )
+    apart, _ = expert_axes(m.n_experts, s.mesh)
+    found = []
+    for kind, whole, times in rows:
+        found += transfers(s, kind, apart, whole, n * times, 1, layer.expert_devices)
+    return found
+
+
+def attention_kept(layer):
+    """Channels that are kept of the attention kernel: its output, and a sum in float32 for each head."""
+    if not layer.keeps_attention:
+        return 0
+    return layer.step.cfg.model.n_head * (layer.cost.value_channels + 4 / layer.step.width)
+
+
+def kept(layer):
+    """Channels that are kept for the backward pass, without `attention_kept`."""
+    s, fit = layer.step, layer.step.fit
+    m = s.cfg.model
+    if m.remat == "dots":
+        return layer.products + m.model_dimension
+    if m.remat != "none":
+        per_row = m.model_dimension + layer.cost.branches * m.expert_width
+        in_experts = layer.keeps_experts * layer.rows / s.own_tokens * per_row
+        return m.model_dimension + in_experts
+    n = fit.channels_kept * layer.computed + fit.expert_channels_kept * layer.in_experts
+    if layer.keeps_scores:
+        per_score = 2 * (layer.cost.query_channels + layer.cost.value_channels)
+        n += fit.scores_kept * layer.forward_scores / per_score / s.own_tokens
+    return n
