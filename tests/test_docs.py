@@ -308,6 +308,17 @@ def test_imports_go_one_way_and_in_no_circle():
     assert sum("/" not in path for path in paths) <= 7
 
 
+def test_functions_have_under_50_lines():
+    """Blank lines do not count: they help a reader."""
+    for path in files_of_repository("*.py"):
+        text = (ROOT / path).read_text()
+        lines = text.splitlines()
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                body = lines[node.lineno - 1 : node.end_lineno]
+                assert sum(bool(line.strip()) for line in body) < 50, f"{path}: {node.name}"
+
+
 def run(words, folder):
     """The output of a command in `folder`. A plan, which needs nothing there, is made in this process."""
     if "--plan" in words:
