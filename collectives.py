@@ -116,14 +116,14 @@ def _gather_weight_forward(w, p, dtype, exchange):
 
 
 def _gather_weight_backward(p, dtype, exchange, _, cotangent):
-    if exchange and p.gather and not p.expert:
-        return (scatter_gradient(cotangent.grad, *p.gather),)
+    if exchange and p.gather_dim and not p.expert:
+        return (scatter_gradient(cotangent.grad, p.position(p.gather_dim), p.gather_axes),)
     stored = list(cotangent.grad.shape)
-    if p.gather:
-        dim, axes = p.gather
-        stored[dim] //= lax.axis_size(axes)
+    if p.gather_dim:
+        stored[p.position(p.gather_dim)] //= lax.axis_size(p.gather_axes)
     if p.expert:
-        stored[p.expert] = p.shape[p.expert]
+        experts = p.position(p.expert)
+        stored[experts] = p.shape[experts]
     part = jax.ShapeDtypeStruct(stored, jnp.float32)
     scatter = jax.linear_transpose(functools.partial(_whole, p=p), part)
     return scatter(cotangent.grad)
@@ -158,10 +158,12 @@ def _whole(w, p):
     """The weight that a device uses, from the part that it stores."""
     if p.expert:
         return _own_expert(w, p)
-    if p.gather:
-        dim, axes = p.gather
-        for axis in reversed(axes):  # one by one: XLA reduces and scatters over one axis only
-            w = all_gather(w, axis, dim % w.ndim)
+    if p.gather_dim:
+        dim = p.position(p.gather_dim) % w.ndim
+        for axis in reversed(
+            p.gather_axes
+        ):  # one by one: XLA reduces and scatters over one axis only
+            w = all_gather(w, axis, dim)
     return w
 
 
@@ -177,12 +179,12 @@ def _own_expert(w, p):
 
     Where F is not split, every device stores all experts and nothing travels.
     """
-    E, experts = p.shape[p.expert], p.expert % w.ndim
+    E, experts = p.shape[p.position(p.expert)], p.position(p.expert) % w.ndim
     different, same = expert_groups(E, lax.axis_size(EXPERT_AXES))
-    if not p.gather:
+    if not p.gather_dim:
         own = lax.axis_index(EXPERT_AXES) // len(different)
         return lax.dynamic_slice_in_dim(w, own, 1, experts)
-    dim = p.gather[0] % w.ndim
+    dim = p.position(p.gather_dim) % w.ndim
     w = lax.all_to_all(w, EXPERT_AXES, experts, dim, axis_index_groups=different, tiled=True)
     shape = w.shape  # [.., 1, .., E x slice, ..]
     w = w.reshape(*shape[:dim], E, -1, *shape[dim + 1 :])

@@ -75,13 +75,13 @@ def param_table(cfg):
     def in_rounds(p):
         blocks, *shape = p.shape
         shape = (rounds, blocks // rounds, *shape)
-        return p._replace(shape=shape, spec=P(None, *p.spec))
+        return p._replace(dims=("rounds", *p.dims), shape=shape, spec=P(None, *p.spec))
 
     if rounds > 1:
         for kind in arch.stacks & table.keys():
             table[kind] = table_map(in_rounds, table[kind])
     if not m.tied:
-        table["head"] = table["embedding"]._replace(inputs=(-1,), outputs=(-2,))
+        table["head"] = table["embedding"]._replace(inputs=("d",), outputs=("row",))
     return table
 
 
@@ -574,7 +574,7 @@ def layer_params(params, cfg):
     m = cfg.model
     table, dtype = param_table(cfg), jnp.dtype(m.model_dtype)
     if m.fsdp in ("full", "exchange"):
-        table = table_map(lambda p: p._replace(gather=(), expert=0), table)
+        table = table_map(lambda p: p._replace(gather_dim="", expert=""), table)
         dtype = jnp.float32
     kinds = architecture_of(cfg).layers.keys() & params.keys()
     return gather({kind: params[kind] for kind in kinds}, table, dtype)

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
 from architectures import Architecture, LayerCost
 from architectures.experts import choose_experts, experts_table, routed_experts, router_logits
@@ -78,18 +77,18 @@ def deepseek_table(cfg):
     dense = layer_table(cfg, routed=False)
     moe = layer_table(cfg, routed=True)
     table = dict(
-        embedding=embedding_param(cfg, m.padded_vocab, std_into(D), rows=m.vocab_size),
-        moe=stack(moe, m.blocks),
-        norm=scale_param(D),
+        embedding=embedding_param(cfg, m.padded_vocab, std_into(D), used=m.vocab_size),
+        moe=stack(moe, blocks=m.blocks),
+        norm=scale_param(d=D),
     )
     if m.embedding_norm:
-        table["embedding_norm"] = scale_param(D)
+        table["embedding_norm"] = scale_param(d=D)
     if m.embedding_conv:
-        table["embedding_conv"] = bias_param(m.embedding_conv, D, spec=P(None, None))
+        table["embedding_conv"] = bias_param(tokens=m.embedding_conv, d=D)
     if m.first_layers:
-        table["first"] = stack(dense, m.first_layers, over=None)
+        table["first"] = stack(dense, over=None, layers=m.first_layers)
     if m.layers_per_block > 1:
-        table["dense"] = stack(dense, m.blocks, m.layers_per_block - 1)
+        table["dense"] = stack(dense, blocks=m.blocks, layers=m.layers_per_block - 1)
     return table
 
 
@@ -111,24 +110,24 @@ def attention_table(cfg, rope):
     from_latent = Q or D  # queries come from x itself where they have no latent
 
     def up_param(channels, *parts):
-        shape = (channels, H, sum(parts))
-        return weight_param(
-            cfg, shape, std_into(channels), outputs=(1, 2), fixed={1: "tp"}, parts=parts
-        )
+        sizes = dict(r=channels, h=H, k=sum(parts))
+        std = std_into(channels)
+        return weight_param(cfg, sizes, std, "r -> h k", split=dict(h="tp"), parts=parts)
 
+    down = dict(d=D, r=Q + R + rope)
     table = dict(
-        norm=scale_param(D),
-        down=weight_param(cfg, (D, Q + R + rope), std_into(D), parts=(Q, R, rope)),
-        kv_norm=scale_param(R),
+        norm=scale_param(d=D),
+        down=weight_param(cfg, down, std_into(D), "d -> r", parts=(Q, R, rope)),
+        kv_norm=scale_param(r=R),
         q_up=up_param(from_latent, K + rope),
         kv_up=up_param(R, K, V),
-        out=out_param(cfg, (H, V, D), std_back(H * V, layers_of(m))),
+        out=out_param(cfg, H, V, std_back(H * V, layers_of(m))),
     )
     if Q:
-        table["q_norm"] = scale_param(Q)
+        table["q_norm"] = scale_param(r=Q)
     if m.latent_conv:
         # two rotated channels that turn together have one weight: see `attention`
-        table["conv"] = bias_param(m.latent_conv, R + rope // 2, spec=P(None, None))
+        table["conv"] = bias_param(tokens=m.latent_conv, r=R + rope // 2)
     return table
 
 
@@ -141,12 +140,12 @@ def layer_table(cfg, routed):
     def mlp(width):
         return feed_forward_table(cfg, width, into, std_back(width, layers))
 
-    table = dict(attention=attention_table(cfg, rope_channels(m, routed)), norm=scale_param(D))
+    table = dict(attention=attention_table(cfg, rope_channels(m, routed)), norm=scale_param(d=D))
     if not routed:
         return table | dict(ffn=mlp(m.ffn_width))
     table |= dict(
-        router=weight_param(cfg, (D, E), into, cast=False, hidden=False),
-        bias=bias_param(E),
+        router=weight_param(cfg, dict(d=D, e=E), into, "d -> e", cast=False, hidden=False),
+        bias=bias_param(e=E),
         experts=experts_table(cfg, into, std_back(F, layers)),
     )
     if m.n_shared:

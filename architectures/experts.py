@@ -38,18 +38,15 @@ def experts_table(cfg, up_std, down_std):
     D, E, F = m.model_dimension, m.n_experts, m.expert_width
     dp, _, tp = cfg.run.n_device_axis
 
-    def weight(shape, std, inputs, outputs, dim):
-        if dp * tp > E:
-            lies = dict(over=EXPERT_AXES, dim=dim, expert=-len(shape))
-        else:
-            lies = dict(over=(), fixed={0: EXPERT_AXES})
-        active = m.experts_per_token / E
-        return weight_param(cfg, shape, std, inputs, outputs, active=active, **lies)
-
-    up = (E, BRANCHES[m.activation], D, F)
+    if dp * tp > E:
+        lies = dict(over=EXPERT_AXES, stored_along="d", expert="e")
+    else:
+        lies = dict(over=(), split=dict(e=EXPERT_AXES))
+    active = m.experts_per_token / E
+    up, down = dict(e=E, g=BRANCHES[m.activation], d=D, f=F), dict(e=E, d=D, f=F)
     return dict(
-        up=weight(up, up_std, inputs=(2,), outputs=(3,), dim=2),
-        down=weight((E, D, F), down_std, inputs=(2,), outputs=(1,), dim=1),
+        up=weight_param(cfg, up, up_std, "d -> f", active=active, **lies),
+        down=weight_param(cfg, down, down_std, "f -> d", active=active, **lies),
     )
 
 

@@ -6,7 +6,6 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
 from architectures import Architecture, LayerCost
 from architectures.layers import (
@@ -39,9 +38,9 @@ def gpt2_table(cfg):
     m = cfg.model
     layer = attention_table(cfg) | feed_forward_table(cfg)
     return dict(
-        embedding=embedding_param(cfg, m.padded_vocab, STD, rows=m.vocab_size),
+        embedding=embedding_param(cfg, m.padded_vocab, STD, used=m.vocab_size),
         positions=embedding_param(cfg, m.T, STD, active=1 / m.T),
-        gpt2=stack(layer, m.blocks),
+        gpt2=stack(layer, blocks=m.blocks),
         norm=norm_table(m),
     )
 
@@ -51,32 +50,34 @@ def back_std(m):
 
 
 def norm_table(m):
-    return dict(scale=scale_param(m.model_dimension), bias=bias_param(m.model_dimension))
+    D = m.model_dimension
+    return dict(scale=scale_param(d=D), bias=bias_param(d=D))
 
 
 def attention_table(cfg):
     m = cfg.model
     D, H, K = m.model_dimension, m.n_head, m.key_dim
-    qkv = (D, 3, H, K)
+    heads = dict(three=3, h=H, k=K)
+    by_heads = dict(h="tp")
     return dict(
         attention_norm=norm_table(m),
-        qkv=weight_param(cfg, qkv, STD, outputs=(2, 3), fixed={2: "tp"}),
-        qkv_bias=bias_param(3, H, K, spec=P(None, "tp", None)),
-        out=out_param(cfg, (H, K, D), back_std(m)),
-        out_bias=bias_param(D),
+        qkv=weight_param(cfg, dict(d=D) | heads, STD, "d -> h k", split=by_heads),
+        qkv_bias=bias_param(split=by_heads, **heads),
+        out=out_param(cfg, H, K, back_std(m)),
+        out_bias=bias_param(d=D),
     )
 
 
 def feed_forward_table(cfg):
     m = cfg.model
     D, F = m.model_dimension, m.ffn_width
-    width_axis = "tp" if m.sequence_parallel == "megatron" else None
+    lies = split_over_tp(cfg, "f")
     return dict(
         norm=norm_table(m),
-        up=weight_param(cfg, (D, F), STD, **split_over_tp(cfg, 1)),
-        up_bias=bias_param(F, spec=P(width_axis)),
-        down=weight_param(cfg, (F, D), back_std(m), dim=1, **split_over_tp(cfg, 0)),
-        down_bias=bias_param(D),
+        up=weight_param(cfg, dict(d=D, f=F), STD, "d -> f", **lies),
+        up_bias=bias_param(split=lies.get("split"), f=F),
+        down=weight_param(cfg, dict(f=F, d=D), back_std(m), "f -> d", stored_along="d", **lies),
+        down_bias=bias_param(d=D),
     )
 
 

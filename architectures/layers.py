@@ -299,10 +299,11 @@ def activate(h):
 def feed_forward_table(cfg, F, up_std, down_std):
     """Parameters of `feed_forward` with F hidden channels, and the standard deviations with which they begin."""
     D, branches = cfg.model.model_dimension, BRANCHES[cfg.model.activation]
-    up, down = split_over_tp(cfg, 2), split_over_tp(cfg, 1)
+    up, down = dict(g=branches, d=D, f=F), dict(d=D, f=F)
+    lies = dict(stored_along="d") | split_over_tp(cfg, "f")
     return dict(
-        up=weight_param(cfg, (branches, D, F), up_std, inputs=(1,), dim=1, **up),
-        down=weight_param(cfg, (D, F), down_std, inputs=(1,), outputs=(0,), **down),
+        up=weight_param(cfg, up, up_std, "d -> f", **lies),
+        down=weight_param(cfg, down, down_std, "f -> d", **lies),
     )
 
 

@@ -18,45 +18,61 @@ from collectives import AXES
 class Param(NamedTuple):
     """One leaf: everything about it that initialization, sharding, counting and the layers need to know."""
 
+    dims: tuple  # names of its dims, such as ("blocks", "d", "h", "k"); the other fields name dims by them
     shape: tuple
     spec: P
     std: float  # standard deviation of its normal initialization
     start: float = 0.0  # mean of its initialization
-    gather: tuple = ()  # (dim counted from the end, axes): gathered over these before use
-    expert: int = 0  # dim of experts, counted from the end, of which a device uses one; 0: none
+    gather_dim: str = (
+        ""  # dim along which it is stored in parts, which are gathered before use; "": none
+    )
+    gather_axes: tuple = ()  # mesh axes over which these parts lie
+    expert: str = ""  # dim of experts, of which a device uses one; "": none
     cast: bool = False  # used in model_dtype and decayed; otherwise float32 and not decayed
     active: float = 1.0  # share of it that one token uses
     rows: int = 0  # rows of its first dim that are used, the others are 0 and stay so; 0: all
-    inputs: tuple = ()  # dims, counted from the end, that a product with it sums over
-    outputs: tuple = ()  # dims, counted from the end, that the product has in their place; the rest number matrices
+    inputs: tuple = ()  # dims that a product with it sums over
+    outputs: tuple = ()  # dims that the product has in their place; the rest number matrices
     parts: tuple = ()  # sizes of the matrices that lie side by side along its last dim; none: it is one
     hidden: bool = False  # inputs and outputs are hidden channels: what Muon is for
 
+    def position(self, dim):
+        """Where a dim is, counted from the end: so it is the same in one layer's weight as in the stack of all layers,
+        which has more dims in front."""
+        return self.dims.index(dim) - len(self.dims)
+
 
 def weight_param(
-    cfg, shape, std, inputs=(0,), outputs=(-1,), over=("dp",), dim=0, fixed=None, **more
+    cfg, sizes, std, product, stored_along="", over=("dp",), split=None, expert="", **more
 ):
-    """`Param` of a weight from its dims `inputs` to its dims `outputs`, with standard deviation `std`.
+    """`Param` of a weight with dims of the `sizes` {name: size}, which begins with standard deviation `std`.
 
-    It is stored in parts along `dim`, over those of the mesh axes `over` that --fsdp allows and whose sizes divide it,
-    and gathered before use. fixed {dim: axes}: dims that stay split in use. `more` are fields of `Param`.
+    product: what it does, "d -> h k" where it takes channels d to heads h of k channels each. Dims that are not in it
+    number separate matrices. `split` {dim: axes} names the dims that stay split in use. The weight is stored in parts
+    along the dim `stored_along`, by default the first, over those of the mesh axes `over` that --fsdp allows and whose
+    sizes divide it, and gathered before use. `more` are fields of `Param`.
+
+    Example: on a mesh of (8, 2, 2), queries' weight_param(cfg, dict(d=768, h=12, k=64), std, "d -> h k",
+    split=dict(h="tp")) has the spec P("dp", "tp", None). A device stores [96, 6, 64] of it and multiplies by
+    [768, 6, 64].
     """
-    n = len(shape)
-    axes = storage_axes(cfg, over, shape[dim], more.get("expert"))
-    spec = [None] * n
-    for fixed_dim, fixed_axes in (fixed or {}).items():
-        spec[fixed_dim] = fixed_axes
-    facts = dict(cast=True, hidden=True) | more
+    stored_along = stored_along or next(iter(sizes))
+    axes = storage_axes(cfg, over, sizes[stored_along], expert)
+    lies = dict(split or {})
+    facts = dict(cast=True, hidden=True, expert=expert) | more
     if axes:
-        spec[dim] = axes
-        facts["gather"] = (dim - n, axes)
-    dims = dict(inputs=from_end(inputs, n), outputs=from_end(outputs, n))
-    return Param(tuple(shape), P(*spec), std, **dims, **facts)
+        lies[stored_along] = axes
+        facts |= dict(gather_dim=stored_along, gather_axes=axes)
+    inputs, outputs = product.split("->")
+    facts |= dict(inputs=tuple(inputs.split()), outputs=tuple(outputs.split()))
+    return param(sizes, std, split=lies, **facts)
 
 
-def from_end(dims, n):
-    """Dims of an array of n dims, counted from its end: 0 of 3 is -3."""
-    return tuple(dim % n - n for dim in dims)
+def param(sizes, std, split=None, **more):
+    """`Param` with dims of the `sizes` {name: size}, split over the mesh axes of `split` {dim: axes}."""
+    split = split or {}
+    spec = P(*[split.get(dim) for dim in sizes])
+    return Param(tuple(sizes), tuple(sizes.values()), spec, std, **more)
 
 
 def storage_axes(cfg, over, size, expert):
@@ -74,29 +90,31 @@ def split_over_tp(cfg, dim):
     """Arguments of `weight_param` for a weight that is summed over `dim`, heads or feed-forward width: with
     --sequence_parallel megatron tp splits that dim in use, with ulysses it only stores a part of the weight."""
     if cfg.model.sequence_parallel == "megatron":
-        return dict(fixed={dim: "tp"})
+        return dict(split={dim: "tp"})
     return dict(over=("dp", "tp"))
 
 
-def out_param(cfg, shape, std):
-    """`Param` of the projection of heads' outputs back into the residual; shape [H, V, D]."""
-    return weight_param(cfg, shape, std, inputs=(0, 1), dim=2, **split_over_tp(cfg, 0))
+def out_param(cfg, H, channels, std):
+    """`Param` of the projection of the outputs of H heads, each of so many channels, back into the residual."""
+    sizes = dict(h=H, k=channels, d=cfg.model.model_dimension)
+    return weight_param(cfg, sizes, std, "h k -> d", stored_along="d", **split_over_tp(cfg, "h"))
 
 
-def scale_param(size):
+def scale_param(**sizes):
     """`Param` of a norm's scale, which begins at 1."""
-    return Param((size,), P(None), 0.0, start=1.0)
+    return param(sizes, 0.0, start=1.0)
 
 
-def bias_param(*shape, spec=P(None)):
-    """`Param` of a bias, which begins at 0."""
-    return Param(shape, spec, 0.0)
+def bias_param(split=None, **sizes):
+    """`Param` of a bias, which begins at 0; `split` {dim: axes}."""
+    return param(sizes, 0.0, split)
 
 
-def embedding_param(cfg, size, std, **more):
-    """`Param` of a table [size, D] with one row for each token id or position, stored in parts over the whole mesh."""
-    shape = (size, cfg.model.model_dimension)
-    return weight_param(cfg, shape, std, over=AXES, hidden=False, **more)
+def embedding_param(cfg, rows, std, used=0, **more):
+    """`Param` of a table [rows, D] with one row for each token id or position, stored in parts over the whole mesh.
+    used: the number of its first rows that mean anything, if not all."""
+    sizes = dict(row=rows, d=cfg.model.model_dimension)
+    return weight_param(cfg, sizes, std, "row -> d", over=AXES, hidden=False, rows=used, **more)
 
 
 def std_into(inputs):
@@ -110,14 +128,17 @@ def std_back(inputs, layers):
     return 0.1 / math.sqrt(inputs * 2 * layers)
 
 
-def stack(layer, *sizes, over="pp"):
-    """The table of a stack of layers: leading dims of `sizes` for every leaf, the first split over the axis `over`."""
-    leading = P(over, *[None] * (len(sizes) - 1))
+def stack(layer, over="pp", **sizes):
+    """The table of layers stacked over dims of the `sizes` {name: size}, the first of which is split over `over`."""
+    first = next(iter(sizes))
+    spec = [over if dim == first else None for dim in sizes]
 
-    def stacked(p):
-        return p._replace(shape=(*sizes, *p.shape), spec=P(*leading, *p.spec))
+    def stack_one(p):
+        return p._replace(
+            dims=(*sizes, *p.dims), shape=(*sizes.values(), *p.shape), spec=P(*spec, *p.spec)
+        )
 
-    return table_map(stacked, layer)
+    return table_map(stack_one, layer)
 
 
 def is_param(x):

@@ -62,18 +62,19 @@ def qwen3_table(cfg):
     m = cfg.model
     D = m.model_dimension
     std = std_into(D)
-    layer = attention_table(cfg) | dict(norm=scale_param(D))
+    layer = attention_table(cfg) | dict(norm=scale_param(d=D))
     if m.n_experts:
         back = std_back(m.expert_width, m.blocks)
-        layer["router"] = weight_param(cfg, (D, m.n_experts), std, cast=False, hidden=False)
+        sizes = dict(d=D, e=m.n_experts)
+        layer["router"] = weight_param(cfg, sizes, std, "d -> e", cast=False, hidden=False)
         layer["experts"] = experts_table(cfg, std, back)
     else:
         back = std_back(m.ffn_width, m.blocks)
         layer["ffn"] = feed_forward_table(cfg, m.ffn_width, std, back)
     return dict(
-        embedding=embedding_param(cfg, m.padded_vocab, std, rows=m.vocab_size),
-        qwen3=stack(layer, m.blocks),
-        norm=scale_param(D),
+        embedding=embedding_param(cfg, m.padded_vocab, std, used=m.vocab_size),
+        qwen3=stack(layer, blocks=m.blocks),
+        norm=scale_param(d=D),
     )
 
 
@@ -82,14 +83,15 @@ def attention_table(cfg):
     m = cfg.model
     D, H, K = m.model_dimension, m.n_head, m.key_dim
     std = std_into(D)
-    kv = (D, 2, m.kv_heads, K)
+    q, kv = dict(d=D, h=H, k=K), dict(d=D, two=2, h=m.kv_heads, k=K)
+    by_heads = dict(split=dict(h="tp"))
     return dict(
-        attention_norm=scale_param(D),
-        q=weight_param(cfg, (D, H, K), std, outputs=(1, 2), fixed={1: "tp"}),
-        kv=weight_param(cfg, kv, std, outputs=(2, 3), fixed={2: "tp"}),
-        q_norm=scale_param(K),
-        k_norm=scale_param(K),
-        out=out_param(cfg, (H, K, D), std_back(H * K, m.blocks)),
+        attention_norm=scale_param(d=D),
+        q=weight_param(cfg, q, std, "d -> h k", **by_heads),
+        kv=weight_param(cfg, kv, std, "d -> h k", **by_heads),
+        q_norm=scale_param(k=K),
+        k_norm=scale_param(k=K),
+        out=out_param(cfg, H, K, std_back(H * K, m.blocks)),
     )
 
 

@@ -164,7 +164,7 @@ def weights_of(step):
 def gather(step, p, own, in_layer, forward, backward, count):
     """(numbers of a parameter when gathered, [`Transfer`]): of the collectives that gather it `forward` times, `own`
     numbers of which a device stores, and those that reduce and scatter its gradient in float32."""
-    if not p.gather:
+    if not p.gather_dim:
         return own, []
     width = step.width if p.cast else 4
     whole = own
@@ -174,17 +174,16 @@ def gather(step, p, own, in_layer, forward, backward, count):
         found.extend(transfers(step, kind, axes, whole * width, forward, count, n))
         found.extend(transfers(step, back, axes, whole * 4, backward, count, n))
 
-    _, axes = p.gather
     if p.expert:  # slices of all experts are exchanged for slices of one, and these gathered
         E = step.cfg.model.n_experts
         apart, together = expert_axes(E, step.mesh)
         both_ways("all-to-all", "all-to-all", apart, E)
-        n = muon.axes_size(axes, step.mesh) // E
+        n = muon.axes_size(p.gather_axes, step.mesh) // E
         whole *= n
         both_ways("all-gather", "reduce-scatter", together, n)
         return whole, found
     back = "all-to-all" if step.fsdp == "exchange" and in_layer else "reduce-scatter"
-    for axis in reversed(axes):
+    for axis in reversed(p.gather_axes):
         whole *= step.mesh[axis]
         both_ways("all-gather", back, axis)
     return whole, found
@@ -271,7 +270,8 @@ def pipeline_work(step):
     found = transfers(step, "collective-permute", "pp", tick, n * 2 * step.ticks)
     found += transfers(step, "all-gather", "pp", everything, n)
     found += transfers(step, "all-to-all", "pp", everything, n * 3)
-    if m.embedding_conv:  # the ids, for the rows of the tokens before
+    # the ids, for the rows of the tokens before
+    if architecture(m.architecture).lookback(m):
         ids = step.own * step.own_tokens * step.mesh["tp"]
         found += transfers(step, "all-gather", "tp", 4 * ids, n)
     return Work(transfers=found)

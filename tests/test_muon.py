@@ -98,8 +98,8 @@ def test_singular_values_stay_bounded_in_bfloat16():
 
 def unfused(p, x):
     """{part: its matrices [n, inputs, outputs]} of a parameter."""
-    inputs = [dim % x.ndim for dim in p.inputs]
-    outputs = [dim % x.ndim for dim in p.outputs]
+    inputs = [p.dims.index(dim) for dim in p.inputs]
+    outputs = [p.dims.index(dim) for dim in p.outputs]
     others = [dim for dim in range(x.ndim) if dim not in inputs + outputs]
     matrices, begin = {}, 0
     for size in [n for n in p.parts if n] or [x.shape[-1]]:

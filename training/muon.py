@@ -198,9 +198,8 @@ def matrices_of(table, mesh_size):
     for p in table:
         axes = [real_axes(entry, mesh_size) for entry in p.spec]
         split = [axes_size(dim_axes, mesh_size) for dim_axes in axes]
-        n = len(p.shape)
         # whichever comes first in the array are the rows, so that few arrays need a transpose
-        sides = [tuple(sorted(dim % n for dim in dims)) for dims in (p.inputs, p.outputs)]
+        sides = [tuple(sorted(map(p.dims.index, dims))) for dims in (p.inputs, p.outputs)]
         row_dims, column_dims = sorted(sides)
         row_axes = sum((axes[dim] for dim in row_dims), ())
         column_axes = sum((axes[dim] for dim in column_dims), ())
