@@ -132,7 +132,7 @@ EQUAL = dict(
 )
 
 
-def to_hugging_face(m):
+def to_config(m):
     """config.json of DeepseekV3ForCausalLM, or of MoEPretrainingForCausalLM where that has no such layers."""
     config = config_of_common(m, ENTRIES, SUPPORTED) | dict(
         architectures=["DeepseekV3ForCausalLM"],
@@ -162,8 +162,8 @@ def own_entries(m):
     )
 
 
-def from_hugging_face(flags, left):
-    """{flag: value} of a config.json that `to_hugging_face` may have written; see `hf/format.py: HuggingFace.flags`."""
+def from_config(flags, left):
+    """{flag: value} of a config.json that `to_config` may have written; see `hf/format.py: HuggingFace.flags`."""
     kind = left["model_type"]
     activations = {name: flag for flag, name in HIDDEN_ACT.items()}
     if kind != OWN_TYPE:
@@ -198,7 +198,7 @@ def from_hugging_face(flags, left):
 FORMAT = HuggingFace(
     model_types=("deepseek_v3", OWN_TYPE),
     tensors=tensors,
-    config=to_hugging_face,
+    config=to_config,
     entries=ENTRIES,
     missing=dict(
         tie_word_embeddings=False,
@@ -207,7 +207,7 @@ FORMAT = HuggingFace(
         embedding_conv=0,
         latent_conv=0,
     ),
-    flags=from_hugging_face,
+    flags=from_config,
     equal=EQUAL,
     copies=r"^lm_head.weight$|rotary_emb.inv_freq$|shared_head.head.weight$|layers.\d+.embed_tokens",
 )

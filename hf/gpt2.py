@@ -56,7 +56,7 @@ IMMATERIAL = set(
 GELU = ["gelu_new", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_fast", "gelu_accurate"]
 
 
-def to_hugging_face(m):
+def to_config(m):
     """config.json of GPT2LMHeadModel."""
     return dict(
         architectures=["GPT2LMHeadModel"],
@@ -70,7 +70,7 @@ def to_hugging_face(m):
     )
 
 
-def from_hugging_face(flags, left):
+def from_config(flags, left):
     """{flag: value} of config.json of GPT2LMHeadModel; see `hf/format.py: HuggingFace.flags`."""
     require(
         left,
@@ -86,10 +86,10 @@ def from_hugging_face(flags, left):
 FORMAT = HuggingFace(
     model_types=("gpt2",),
     tensors=tensors,
-    config=to_hugging_face,
+    config=to_config,
     entries=ENTRIES,
     missing=dict(n_inner=0, tie_word_embeddings=True),
-    flags=from_hugging_face,
+    flags=from_config,
     copies=r"^lm_head.weight$|\.attn\.(masked_)?bias$",
     prefix="transformer.",
 )

@@ -176,7 +176,7 @@ def mismatch(there, names, m, form):
     return math.inf, ""
 
 
-def check(folder, config, m, form):
+def check_tensors(folder, config, m, form):
     """{name: `Stored`} of a folder that holds exactly the tensors of the utils.Model `m`, which its `config` means.
     Raises UserError naming one that is wrong."""
     there = files_of(folder)
@@ -267,12 +267,12 @@ def read_tensor(there, name):
     return x
 
 
-def load(folder, abstract):
+def load_params(folder, abstract):
     """Parameters like `abstract` (steps.abstract_params) from a folder, tensor by tensor. Raises UserError."""
     config = read_json(folder, "config.json")
     _, form = format_of_config(config, os.path.join(folder, "config.json"))
     m = model_of(config, folder)
-    there = check(folder, config, m, form)
+    there = check_tensors(folder, config, m, form)
     if m.tied:
         check_head_is_tied(folder, there, form, m)
     params = jax.tree.map(lambda a: jnp.zeros(a.shape, device=a.sharding), abstract)

@@ -190,7 +190,7 @@ def draws(settings, encoding):
     return options, handle_stop_sequences(settings["until"], end)
 
 
-def load(words, folders, lm, num_fewshot=None):
+def load_tasks(words, folders, lm, num_fewshot=None):
     """{"tasks": {name: task}, "groups": {name: group}} of the tasks, groups, tags and patterns in `words`, with commas
     between them, which lm_eval and the task files in `folders` know. Raises UserError where one cannot be asked."""
     names = [name for word in words for name in word.split(",") if name]
@@ -302,7 +302,7 @@ def make_task_scorer(cfg, mesh, encoding, ends=()):
     lm = TaskModel(cfg, mesh, encoding, batch_size, cfg.model.T, ends=ends)
     given = run.eval_tasks.split(",")
     folders = [name for name in given if "/" in name]
-    loaded = load([name for name in given if "/" not in name], folders, lm)
+    loaded = load_tasks([name for name in given if "/" not in name], folders, lm)
 
     def score_tasks(params, step, last, phases):
         if not last and step % run.save_steps:

@@ -32,10 +32,10 @@ def open_weights(folder):
                 f"{folder}: a folder in the Hugging Face format must be local; copy it with the storage's own tool."
             )
 
-        def load(abstract):
-            return pretrained.load(on_all(lambda: hub.download(folder)), abstract)
+        def load_downloaded(abstract):
+            return pretrained.load_params(on_all(lambda: hub.download(folder)), abstract)
 
-        return pretrained.model_flags(config, local), load
+        return pretrained.model_flags(config, local), load_downloaded
     if "model_dimension" not in config:
         raise UserError(
             f"{folder}: neither a run directory nor a folder in the Hugging Face format (each holds a config.json)"

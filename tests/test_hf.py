@@ -168,7 +168,7 @@ def test_a_wrong_size_in_config_json_is_named_with_the_right_one(name, tmp_path)
         if shapes(form, other) == shapes(form, m):
             continue
         said = f"its {entry} is {2 * now}, and with {now} all tensors fit"
-        refusal(lambda: pretrained.check(str(tmp_path), wrong, other, form), said)
+        refusal(lambda: pretrained.check_tensors(str(tmp_path), wrong, other, form), said)
         found += 1
     assert found >= 5
 

@@ -261,7 +261,7 @@ def test_mistakes_get_a_sentence(tasks_folder, tmp_path, named_tokenizers, monke
         ("gone", tmp_path, "--tasks gone", "gone.jsonl"),
         ("local_written", tasks_folder, "local_written asks for 13", "--T 12"),
     ]:
-        refusal(lambda: tasks.load([name], [str(folder)], lm), *parts)
+        refusal(lambda: tasks.load_tasks([name], [str(folder)], lm), *parts)
 
 
 @pytest.mark.parametrize("models", ["gpt2"], indirect=True)

@@ -180,7 +180,7 @@ def main(options):
         T = options.T or cfg.model.T
         ends = weights.ends(options.model)
         lm = tasks.TaskModel(cfg, mesh, encoding, options.batch_size, T, options.start, ends)
-        loaded = tasks.load(options.tasks, options.include_path, lm, options.num_fewshot)
+        loaded = tasks.load_tasks(options.tasks, options.include_path, lm, options.num_fewshot)
         found = tasks.ask(lm, params, loaded, options.limit, bootstrap=1000)
         found["config"] = dict(model=options.model, T=T, limit=options.limit, start=options.start)
         found["packages"] = {name: version(name) for name in ("lm_eval", "datasets", "jax")}

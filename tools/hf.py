@@ -62,7 +62,7 @@ def import_folder(folder, run_dir):
     flags = pretrained.model_flags(read_json(folder, "config.json"), folder)
     cfg = config_of_one_device(flags, run_dir)
     tokenization.folder_tokenizer(folder)  # a torn tokenizer is refused before weights are read
-    params = pretrained.load(folder, abstract_params(cfg, make_mesh(cfg)))
+    params = pretrained.load_params(folder, abstract_params(cfg, make_mesh(cfg)))
     output_dir, name = os.path.split(os.path.abspath(run_dir))
     config = utils.flatten(cfg) | dict(name=name, output_dir=output_dir, encoding="")
     config["positions"] = weights.positions(folder, flags["T"])
