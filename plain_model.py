@@ -188,9 +188,8 @@ def route(p, x, m):
     """The router, x [B, T, D] -> three arrays [B, T, E]: the scores; chosen, 1 for the experts that a token goes to and
     0 for the others; and the gates."""
     scores = jax.nn.sigmoid(jnp.einsum("btd,de->bte", x, p["router"]))  # equation 15
-    wanted = (
-        scores + p["bias"]
-    )  # equation 16: the bias evens out the load, and is no part of the gates
+    # Equation 16: the bias evens out the load. It decides who is chosen, and is no part of the gates.
+    wanted = scores + p["bias"]
     if m.n_groups > 1:
         wanted = within_best_groups(wanted, m)
     _, experts = jax.lax.top_k(wanted, m.experts_per_token)
