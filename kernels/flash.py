@@ -295,9 +295,8 @@ def _flash_backward(kept, g):
     H, H_kv = q.shape[2], k.shape[2]
     (dq,) = call(flash_backward_queries, blocks, inputs, (like(q, H),))
     end = None if start is None else last_queries(start)
-    dtype = (
-        None if H == H_kv else jnp.float32
-    )  # the sum over the heads that share a key is in float32
+    # the sum over the heads that share a key is in float32
+    dtype = None if H == H_kv else jnp.float32
     outputs = like(k, H, dtype), like(v, H, dtype)
     dk, dv = call(flash_backward_keys, blocks, (*inputs, end), outputs)
     return dq, sum_groups(dk, k), sum_groups(dv, v), None
