@@ -11,20 +11,22 @@ from runtime.messages import UserError
 
 
 class HuggingFace(NamedTuple):
-    """The models of an architecture in the Hugging Face format, as transformers' class for them has it."""
+    """How a model of an architecture is stored in the Hugging Face format: as transformers' class for it reads it."""
 
-    model_types: tuple  # its names in config.json
-    tensors: Callable  # utils.Model -> its Tensors, the embedding first
-    # utils.Model -> config.json. Raises UserError where the class has no such model.
+    model_types: tuple  # values of model_type in config.json that mean this architecture
+    tensors: Callable  # utils.Model -> iterator over its `Tensor`s, the embedding first
+    # utils.Model -> {entry: value} of config.json. Raises UserError where the class has no such model.
     config: Callable
     entries: dict  # {entry of config.json: flag whose value it holds}
-    missing: dict  # {entry: its value where it is missing} of the entries that may be missing
-    # ({flag: value} of the entries, what is left of config.json) -> {flag: value}. Raises UserError for what is left
-    # and may change numbers in an unknown way.
+    missing: (
+        dict  # {entry: value that it has where it is missing}, of the entries that may be missing
+    )
+    # ({flag: value} of the entries, the other entries of config.json) -> {flag: value}. Raises UserError for an entry
+    # that may change numbers in a way unknown here.
     flags: Callable
-    copies: str  # pattern of the names of tensors that hold nothing of their own
-    prefix: str = ""  # of names of tensors, which some files leave out
-    equal: dict = {}  # {entry: the one that it must equal}
+    copies: str  # regular expression of the names of tensors that only repeat others, or that no product reads
+    prefix: str = ""  # of the names of tensors, which some files leave out
+    equal: dict = {}  # {entry: another entry whose value it must have}
 
     @property
     def names(self):
@@ -36,8 +38,9 @@ HEAD = "lm_head.weight"  # name of the head's weights in all architectures
 
 
 class Tensor(NamedTuple):
-    """One tensor of the Hugging Face format and the part of our parameter tree that holds the same numbers. Without
-    shared experts those have width 0 there: tensors that are empty and have no leaf here.
+    """One tensor of the Hugging Face format, and the part of our parameter tree that holds the same numbers.
+
+    A tensor may be empty: shared experts of width 0, where a model has none, have no leaf in our tree.
 
     For example DeepSeek-V3 with 3 first layers: `model.layers.5.self_attn.kv_a_proj_with_mqa.weight` [R + 64, D] is
     transposed the part (2, :, Q:) of the leaf ("moe", "attention", "down"), its 64 rotated columns in another order.
@@ -46,10 +49,12 @@ class Tensor(NamedTuple):
     name: str
     shape: tuple  # in the format
     leaf: tuple  # path of the leaf in our tree
-    at: tuple  # its part of that leaf: an int or a slice for each leading dim; the other dims are whole
+    at: tuple  # which part of that leaf: an int or a slice for each leading dim, all of the other dims
     part: tuple  # shape of that part, without the dims that have an int in `at`
     transposed: bool = False  # torch's Linear holds [outputs, inputs]
-    rotated: int = 0  # last channels that turn: in pairs of neighbors there, of halves here
+    # number of its last channels that have rotary positions. The two channels of a pair are neighbors there; here they
+    # are in two halves.
+    rotated: int = 0
 
     def ours(self, x):
         """Array of `shape` -> array of `part`."""
@@ -64,35 +69,35 @@ class Tensor(NamedTuple):
         return x.reshape(self.shape)
 
     def in_order(self, x, *pairs):
-        """x with its rotated channels, which have the dims `pairs`, in the other order."""
+        """x with its rotated channels reordered: they are read as an array with dims `pairs`, which is transposed."""
         if not self.rotated:
             return x
-        still, rotated = np.split(x, [-self.rotated], -1)
-        other = rotated.reshape(*rotated.shape[:-1], *pairs)
-        other = other.swapaxes(-1, -2).reshape(rotated.shape)
-        return np.concatenate([still, other], -1)
+        others, rotated = np.split(x, [-self.rotated], -1)
+        reordered = rotated.reshape(*rotated.shape[:-1], *pairs)
+        reordered = reordered.swapaxes(-1, -2).reshape(rotated.shape)
+        return np.concatenate([others, reordered], -1)
 
 
 def linear(name, leaf, at, part, inputs=1, rotated=0):
-    """`Tensor` of a torch Linear's weight; the first `inputs` dims of our part are its inputs."""
+    """`Tensor` of a torch Linear's weight. The first `inputs` dims of our part are what the Linear takes in."""
     columns = math.prod(part[:inputs])
     rows = math.prod(part[inputs:])
     return Tensor(name, (rows, columns), leaf, at, part, transposed=True, rotated=rotated)
 
 
 def plain(name, leaf, at, part, shape=None):
-    """`Tensor` that is not transposed; shape: in the format, where it is not that of our part."""
+    """`Tensor` that is not transposed. `shape` is its shape in the format, if it is not that of our part."""
     return Tensor(name, shape or part, leaf, at, part)
 
 
 def vocabulary(name, leaf, m):
-    """`Tensor` of a table with a row for each token; ours has further rows, of zeros."""
+    """`Tensor` of a table with a row for each token. Ours is padded with rows of zeros."""
     rows = slice(0, m.vocab_size)
     return plain(name, (leaf,), (rows,), (m.vocab_size, m.model_dimension))
 
 
 def outer_tensors(m):
-    """Yield the `Tensor`s outside layers, as most models since Llama name them."""
+    """Yield the `Tensor`s outside the layers, by the names that most models since Llama have."""
     yield vocabulary("model.embed_tokens.weight", "embedding", m)
     yield plain("model.norm.weight", ("norm",), (), (m.model_dimension,))
     if not m.tied:
@@ -100,8 +105,8 @@ def outer_tensors(m):
 
 
 def feed_forward(prefix, leaf, at, D, F, activation="swiglu"):
-    """Yield the `Tensor`s of a feed-forward of width F. Our `up` holds its branches, of which the last has no
-    activation where there are two."""
+    """Yield the `Tensor`s of a feed-forward of width F. Our `up` holds the matrices of both branches of SwiGLU, the
+    gate's first, or the only one of GELU."""
     branches = ["gate_proj", "up_proj"] if activation == "swiglu" else ["up_proj"]
     for i, name in enumerate(branches):
         yield linear(f"{prefix}.{name}.weight", (*leaf, "up"), (*at, i), (D, F))
@@ -110,7 +115,7 @@ def feed_forward(prefix, leaf, at, D, F, activation="swiglu"):
 
 # T without --T is at most this: max_position_embeddings is often far beyond what the model was trained on
 MOST_T = 4096
-# Names of what the functions below read
+# {flag: entry} of the flags that the functions below read
 OTHER_NAMES = dict(
     T="max_position_embeddings",
     rope_base="rope_theta",
@@ -127,7 +132,7 @@ COMMON = dict(
     rms_norm_eps="norm_eps",
     tie_word_embeddings="tied",
 )
-# Values of the entries that may be null
+# What null means, in the entries that may be null
 NULL = dict(
     n_inner=0,
     n_shared_experts=0,
@@ -136,7 +141,7 @@ NULL = dict(
     topk_group=1,
     tie_word_embeddings=False,
 )
-# Attributes of utils.Model with the value of a flag once its default is resolved
+# {flag: attribute of utils.Model that has its value once a default such as 0 is resolved}
 SETTLED = dict(
     ffn_dim="ffn_width",
     expert_dim="expert_width",
@@ -204,7 +209,7 @@ def pop_norm_of_gates(left, k, missing):
         )
 
 
-# Entries that change no number here, in the config.json of any architecture
+# Entries that change no number that is computed here, in the config.json of any architecture
 IMMATERIAL = set(
     # names: of classes, of what wrote it, of the type that weights are stored in, which each tensor says itself
     "architectures auto_map model_type torch_dtype dtype use_bfloat16 transformers_version name_or_path _name_or_path "

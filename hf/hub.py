@@ -25,7 +25,7 @@ def is_on_hub(name):
 
 
 def step_in(name):
-    """The step in a name RUN@STEP, which means a checkpoint of a run; None in others."""
+    """The step in a name RUN@STEP, which means a checkpoint of a run, or None."""
     found = re.fullmatch(r".+@(\d{1,15})", name)
     return int(found[1]) if found and not is_on_hub(name) and not os.path.exists(name) else None
 
@@ -41,7 +41,8 @@ def folder_of(name):
 
 
 def ask(name, method, revision=None, **settings):
-    """What a method of huggingface_hub returns of a model, of the revision in its name by default. Raises UserError."""
+    """Call a method of huggingface_hub for the model of this name and return its result. Without `revision` it is the
+    one in the name. Raises UserError."""
     if not sys.stderr.isatty():
         huggingface_hub.utils.disable_progress_bars()
     repository, _, named = name.removeprefix(PREFIX).partition("@")
@@ -57,7 +58,8 @@ def ask(name, method, revision=None, **settings):
 
 
 def download(name):
-    """`folder_of` a model, now with its weights. Prints how much is downloaded. Raises UserError."""
+    """The local folder of a model, as `folder_of`, but with the weights. Prints how much is downloaded. Raises
+    UserError."""
     folder = folder_of(name)
     missing = [f for f in pretrained.weight_files(folder) if not os.path.isfile(f"{folder}/{f}")]
     if not missing or not is_on_hub(name):

@@ -1,4 +1,8 @@
-"""Weights from a folder in the Hugging Face format: config.json and safetensors, onto a mesh."""
+"""Weights from a folder in the Hugging Face format: config.json and safetensors are checked and read onto a mesh.
+
+The tensors of a folder must be exactly those that its config.json calls for. Where they are not, the message says which
+entry of config.json may be wrong.
+"""
 
 import functools
 import itertools
@@ -77,8 +81,8 @@ def is_weight_file(name):
 
 
 def weight_files(folder):
-    """Names of the files of a folder's tensors, there or not: as in transformers the whole file, where there is one,
-    whatever an index says. Raises UserError."""
+    """Names of the files that hold a folder's tensors, whether these files exist or not. As in transformers, a file of
+    all tensors takes precedence over an index. Raises UserError."""
     files = set(weight_map(folder).values())
     if not files or os.path.isfile(os.path.join(folder, WHOLE)):
         return [WHOLE]
@@ -112,7 +116,7 @@ def files_of(folder):
 
 
 def warn_of_others(folder, owner):
-    """Warn where an index, `weight_map`, names files that are there beside the whole one, which is read."""
+    """Warn where a folder has both the file of all tensors, which is read, and the files that its index names."""
     others = {file for file in owner.values() if file != WHOLE}
     others = [file for file in others if os.path.isfile(os.path.join(folder, file))]
     if others:
@@ -136,19 +140,19 @@ def headers(path):
 
 
 def name_in(there, name, form):
-    """The name of a tensor as the folder has it, with or without the prefix of its format."""
+    """The name of a tensor in the folder: some files leave out the prefix of the format."""
     short = name.removeprefix(form.prefix)
     return short if short in there and name not in there else name
 
 
 def filled(tensors):
-    """Those of the tensors that hold numbers."""
+    """Those of the tensors that are not empty."""
     return (t for t in tensors if math.prod(t.shape))
 
 
 def needed(there, form):
-    """Names of a folder's tensors that a model must have a place for: not copies, nor layers of multi-token prediction,
-    which serve training alone."""
+    """Names of the folder's tensors that the model must have a place for. Copies of others need none, and layers of
+    multi-token prediction only serve training."""
     predictors = tuple(name.removesuffix("eh_proj.weight") for name in there if "eh_proj" in name)
     names = [name for name in there if not name.startswith(predictors)]
     return [
@@ -157,10 +161,10 @@ def needed(there, form):
 
 
 def mismatch(there, names, m, form):
-    """(number of tensors that fit, what is wrong with the next) of a folder and a utils.Model; (inf, "") where all
-    fit. names: of those `needed`."""
+    """How well a folder fits a utils.Model: (number of tensors that fit, what is wrong with the next one), or (inf, "")
+    where all fit. `names` are those of `needed`."""
     wanted = set()
-    # an absurd config calls for billions of tensors, but soon one is missing
+    # a loop that stops at the first tensor that is missing: an absurd config may call for billions of them
     for t in filled(form.tensors(m)):
         name = name_in(there, t.name, form)
         if name not in there:
@@ -177,8 +181,8 @@ def mismatch(there, names, m, form):
 
 
 def check_tensors(folder, config, m, form):
-    """{name: `Stored`} of a folder that holds exactly the tensors of the utils.Model `m`, which its `config` means.
-    Raises UserError naming one that is wrong."""
+    """{name: `Stored`} of a folder's tensors. Raises UserError, which names a tensor, unless these are exactly the
+    tensors of the utils.Model `m` that its `config` describes."""
     there = files_of(folder)
     names = needed(there, form)
     _, wrong = mismatch(there, names, m, form)
@@ -196,8 +200,8 @@ def check_tensors(folder, config, m, form):
 
 
 def wrong_entries(config, there, names, m, form):
-    """What follows the message that a tensor does not fit: each entry of config.json with another value of which all
-    tensors would fit, or else the most. "" where there is none."""
+    """Advice after the message that a tensor does not fit: the entries of config.json with whose values all tensors
+    would fit if one value were another, or else more tensors than now. "" where there is none."""
     fitting, _ = mismatch(there, names, m, form)
     found = {}  # {number of tensors that fit: {entry: its value}}
     for entry, values in other_values(config, there, names, m, form).items():
@@ -221,8 +225,8 @@ def wrong_entries(config, there, names, m, form):
 
 
 def other_values(config, there, names, m, form):
-    """{entry of config.json: values that a folder's tensors suggest}: those of their sizes and numbers, and what
-    changes the size that `m` calls for to the one that is there."""
+    """{entry of config.json: values to try}: small numbers, the sizes and the numbers of the folder's tensors, and what
+    would turn a size that `m` calls for into the size that is there."""
     sizes = set(range(9)) | counts(names)  # small ones: of shared experts, of heads of keys
     changes = set()  # (size that is there, size that m calls for)
     for name in names:
@@ -247,7 +251,8 @@ def other_values(config, there, names, m, form):
 
 
 def counts(names):
-    """The smallest number and how many there are at each place of a number in the names of tensors."""
+    """Numbers of layers and of experts that the names of tensors suggest: the smallest index at each place where the
+    names have an index, and the largest one plus 1."""
     found = {}  # {name without its numbers: its numbers in each tensor}
     for name in names:
         numbers = [int(number) for number in re.findall(r"\.(\d{1,6})(?=\.)", name)]
@@ -268,7 +273,8 @@ def read_tensor(there, name):
 
 
 def load_params(folder, abstract):
-    """Parameters like `abstract` (steps.abstract_params) from a folder, tensor by tensor. Raises UserError."""
+    """Parameters with the shapes and shardings of `abstract`, read from a folder one tensor at a time. Raises
+    UserError."""
     config = read_json(folder, "config.json")
     _, form = format_of_config(config, os.path.join(folder, "config.json"))
     m = model_of(config, folder)
@@ -309,5 +315,5 @@ def check_head_is_tied(folder, there, form, m):
 
 @functools.partial(jax.jit, donate_argnums=0)
 def put(leaf, part, starts):
-    """`leaf` with `part` written into it from the indices `starts` on."""
+    """`leaf` with `part` written into it, its first number at the index `starts`."""
     return lax.dynamic_update_slice(leaf, part.astype(leaf.dtype), starts)
