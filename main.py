@@ -16,6 +16,7 @@ def cli():
         interrupts.NOTHING_LOST
     )  # from here on Ctrl-C is answered in a sentence, during imports too
     from config import command_line
+    from config.checks import check_processes
     from runtime import platforms
     from runtime.messages import one_sentence
     from runtime.pulse import Pulse
@@ -24,7 +25,7 @@ def cli():
     if flags.cfg.plan.plan:
         platforms.use_no_device()
         interrupts.run(lambda: workbench().plan(flags))  # does not return
-    n_processes = one_sentence(lambda: command_line.check_processes(flags))
+    n_processes = one_sentence(lambda: check_processes(flags))
     platforms.set_xla_flags(flags.cfg.run.n_devices, n_processes)
     pulse = Pulse("starting")
     import train

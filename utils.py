@@ -7,13 +7,11 @@ command line, presets, `config.json` and the checks on resume follow. config/set
 import dataclasses
 import math
 import os
-import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from config import parser
-from config.parser import DAYS, MANY, VOCABULARY, WIDE, Facts, Mesh, facts_of, flag
-from runtime.messages import UserError, masked
+from config.parser import DAYS, MANY, VOCABULARY, WIDE, Mesh, facts_of, flag
+from runtime.messages import masked
 
 
 @dataclass(frozen=True)
@@ -387,33 +385,6 @@ def flatten(cfg):
     return {n: masked(value) if isinstance(value, str) else value for n, value in flags.items()}
 
 
-def leaving(flags):
-    """{flag: value} of a run that may leave the house with its model, of its config.json. What each process may have
-    for itself stays, being of a machine and not of the training, and of places only the last name leaves."""
-    kept = {}
-    for name, value in flags.items():
-        facts = facts_of(FIELDS[name]) if name in FIELDS else Facts()
-        separator = facts.path_separator
-        if separator is not None and isinstance(value, str):
-            parts = value.split(separator) if separator else [value]
-            kept[name] = separator.join(map(last_name, parts))
-        elif not facts.per_process:
-            kept[name] = value
-    return kept
-
-
-def last_name(place):
-    """The last name of a path or an address, perhaps with a weight behind it. A bucket, a host or the home folder alone
-    has none; one of the hub of Hugging Face is everyone's."""
-    place = place.strip()
-    if place.startswith("hf://"):
-        return place
-    if place.rstrip("/") == os.path.expanduser("~"):
-        return ""
-    path = re.sub(r"^[\w+.-]+://[^/]*", "", place)
-    return re.sub(r"/+(?=:|$)", "", path).rpartition("/")[2]
-
-
 def replace(cfg, **flags):
     """A copy of `cfg` with the given flags changed."""
     groups = {}
@@ -422,15 +393,3 @@ def replace(cfg, **flags):
             groups[group] = dataclasses.replace(values, **own)
     assert not flags, f"no such flags: {flags}"
     return dataclasses.replace(cfg, **groups)
-
-
-def read_values(flags, where, names=None, remedy=""):
-    """{flag: value} that the JSON file `where` means. names: {flag: what it is called there}. Raises UserError."""
-    read = {}
-    for name, value in flags.items():
-        read[name], must = parser.value_in_file(FIELDS[name], value)
-        if must:
-            name = (names or {}).get(name, name)
-            said = f"{name} is {value!r:.40}, but must be {must}"
-            raise UserError(said, where=where, remedy=remedy)
-    return read

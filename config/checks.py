@@ -1,12 +1,14 @@
 """Which flags fit together: `check` refuses the rest, each in a sentence. Before it config/settle.py settles them."""
 
 import math
+import os
 import re
 
 import architectures
 from config.flags import compare
 from runtime import chips, platforms
 from runtime.files import is_remote
+from runtime.launchers import tasks_of_slurm
 from runtime.messages import UserError
 
 MOST_PROFILED = 50  # steps; longer traces are too large for the programs that show them
@@ -158,3 +160,35 @@ def profiled_steps(run):
             f"{run.training_steps}, such as 20:22."
         )
     return first, last
+
+
+def check_processes(flags):
+    """The number of processes, if flags or Slurm tell it, else 1. Raises UserError where the flags do not agree."""
+    r = flags.cfg.run
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise UserError(
+            "torchrun: one process trains on all devices of a host; start python main.py."
+        )
+    tasks = 1 if r.num_processes == 1 else tasks_of_slurm()
+    processes = r.num_processes or tasks
+    if r.coordinator and not {"num_processes", "process_id"} <= flags.given:
+        raise UserError(
+            "needs --num_processes and --process_id", flag="coordinator", value=r.coordinator
+        )
+    for flag, alone in dict(num_processes=1, process_id=0).items():
+        if not r.coordinator and vars(r)[flag] > alone:
+            said = "needs --coordinator HOST:PORT, of process 0"
+            raise UserError(said, flag=flag, value=vars(r)[flag])
+    if not re.fullmatch(r"((\[[\da-fA-F:.]+\]|[^\s:]+):\d{1,5})?", r.coordinator):
+        raise UserError(
+            "must be HOST:PORT, such as host0:8476", flag="coordinator", value=r.coordinator
+        )
+    if r.process_id >= processes:
+        raise UserError(
+            f"must be below --num_processes {processes}", flag="process_id", value=r.process_id
+        )
+    if r.n_devices % processes:
+        raise UserError(
+            f"must be a multiple of {processes} processes", flag="n_devices", value=r.n_devices
+        )
+    return processes

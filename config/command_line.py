@@ -1,32 +1,25 @@
 """The command line: flags to a `utils.Config`, and one sentence for what does not parse. No jax in here."""
 
-import contextlib
 import os
 import re
-import subprocess
 import sys
-import zlib
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import utils
 from config import foreign
 from config.batch import SPLIT
+from config.checks import check_processes
 from config.flags import Flags, Found, without
 from config.parser import NEAR, read_words
 from config.presets import PRESETS, preset
 from config.resume import check_same
 from config.settle import settle, validate
+from config.stored import read_values
+from runtime import installation
 from runtime.files import check_run_path, is_remote, read_json
 from runtime.messages import HIDDEN, UserError, masked, nearest, one_sentence, short
-from runtime.platforms import PLUGINS
 from shards.tokenization import load_tokenizer
 from utils import Config, Plan, Run, replace
 
-# A file that comes with the program may be missing yet in the folder where it will run.
-ROOT = Path(__file__).resolve().parents[1]
-# What may differ between installations of the program and change its numbers or how its processes talk.
-PACKAGES = "jax", "jaxlib", *PLUGINS["tpu"], *PLUGINS["gpu"], "numpy", "optax", "orbax-checkpoint"
 # What the file of a run holds beside flags, and the flags that belong to one launch of it.
 NO_FLAGS = {"data_fingerprint", "commit", "encoding", "end_of_text", "eos_token_id", "config"}
 NO_FLAGS |= {"positions", "revision", "coordinator", "num_processes", "process_id"}
@@ -35,15 +28,6 @@ OF_A_MACHINE = {"n_device_axis", "n_devices", "pp_interleave", "val_batch_size"}
 OF_A_MACHINE |= SPLIT - {"microbatch_size"}
 # The --preset that prints them all.
 LIST = "list"
-# By these variables jax knows that the process is a task of a step of Slurm's.
-SLURM = "SLURM_JOB_ID SLURM_NTASKS SLURM_PROCID SLURM_LOCALID SLURM_STEP_NODELIST".split()
-# Variables in which jax expects whole numbers where it finds the other processes by itself.
-NUMBERS = [
-    *SLURM[:4],
-    *"OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_LOCAL_RANK".split(),
-]
-NUMBERS += "TPU_WORKER_ID MEGASCALE_NUM_SLICES MEGASCALE_SLICE_ID JOB_COMPLETION_INDEX".split()
-NUMBERS += "JAX_COORDINATOR_PORT JAX_PARTITION_INDEX JAX_SLICE_INDEX".split()
 
 
 def meant(word):
@@ -59,7 +43,7 @@ HINTS = foreign.hints(meant)
 
 
 def parse(argv, load=load_tokenizer, elsewhere=False):
-    """Command line -> `settle.Flags`: which were given, on it or in --config, and what they and the preset say.
+    """Command line -> `flags.Flags`: which were given, on it or in --config, and what they and the preset say.
 
     load: name -> the tokenizer, or None where it is not to be had. elsewhere: main.py will run on another machine, so
     the file in --config is not read. Raises UserError; `--help` prints the preset's values and exits, `--preset list`
@@ -135,7 +119,7 @@ def flags_of_file(path, beside):
             foreign.said_of(name, utils.FIELDS) or f"is no flag{nearest(name, utils.FIELDS, NEAR)}"
         )
         raise UserError(f"{name} {said}", flag="config", value=path)
-    values = utils.read_values(flags, f"--config {path}")
+    values = read_values(flags, f"--config {path}")
     for name in values.keys() - beside.keys():
         if isinstance(values[name], str) and HIDDEN in values[name]:
             raise UserError(
@@ -146,38 +130,10 @@ def flags_of_file(path, beside):
     return values
 
 
-def commit():
-    """The commit of this program, with -dirty where files were changed since; "" where there is no git for it."""
-    words = ["git", "-C", ROOT, "describe", "--always", "--abbrev=40", "--dirty"]
-    try:
-        return subprocess.run(words, capture_output=True, text=True).stdout.strip()
-    except OSError:
-        return ""
-
-
 def alike(cfg):
-    """{name: value} of what all processes of a run must have in common: the commit, where git tells it, packages that
-    may change the run's numbers or how its processes talk, sums of the program's files, and flags."""
-    of_git = commit().removesuffix("-dirty")  # the files tell more
-    same = {"commit": of_git} if of_git else {}
-    for name in PACKAGES:
-        same[name] = "none"
-        with contextlib.suppress(PackageNotFoundError):
-            same[name] = version(name)
-    for path in program_files():
-        same[str(path.relative_to(ROOT))] = f"{zlib.crc32(path.read_bytes()):08x}"
+    """{name: value} of what all processes of a run must have in common: the installation and the flags."""
     flags = without(utils.flags_with(per_process=True), utils.flatten(cfg))
-    return same | {f"--{flag}": value for flag, value in flags.items()}
-
-
-def program_files():
-    """Paths of this program: modules imported so far, and all in their packages, which may be imported later."""
-    for name in sorted({"main", *sys.modules}):
-        place = ROOT / name.replace(".", "/")
-        if (place / "__init__.py").is_file():
-            yield from sorted(place.glob("*.py"))
-        elif place.parent == ROOT and place.with_suffix(".py").is_file():
-            yield place.with_suffix(".py")
+    return installation.facts() | {f"--{flag}": value for flag, value in flags.items()}
 
 
 def follow_tokenizer(flags, load):
@@ -197,60 +153,13 @@ def follow_tokenizer(flags, load):
     return flags.with_defaults(vocab_size=encoding.n_vocab)
 
 
-def tasks_of_slurm():
-    """The number of processes that Slurm started with this one; 1 where it is no task of a step of Slurm's. Raises
-    UserError for a variable that jax would need and cannot read."""
-    in_step = all(name in os.environ for name in SLURM)
-    for name in NUMBERS:
-        value = os.environ.get(name, "")
-        needed = value or (in_step and name in SLURM)
-        if needed and not re.fullmatch("[0-9]{1,18}", value):
-            raise UserError(
-                f"{name}={value}: must be a whole number, as the program that starts the processes sets it; leave it "
-                f"unset where none does."
-            )
-    return max(1, int(os.environ["SLURM_NTASKS"])) if in_step else 1  # jax refuses 0
-
-
-def check_processes(flags):
-    """The number of processes, if flags or Slurm tell it, else 1. Raises UserError where the flags do not agree."""
-    r = flags.cfg.run
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        raise UserError(
-            "torchrun: one process trains on all devices of a host; start python main.py."
-        )
-    tasks = 1 if r.num_processes == 1 else tasks_of_slurm()
-    processes = r.num_processes or tasks
-    if r.coordinator and not {"num_processes", "process_id"} <= flags.given:
-        raise UserError(
-            "needs --num_processes and --process_id", flag="coordinator", value=r.coordinator
-        )
-    for flag, alone in dict(num_processes=1, process_id=0).items():
-        if not r.coordinator and vars(r)[flag] > alone:
-            raise UserError(
-                f"--{flag} {vars(r)[flag]}: needs --coordinator HOST:PORT, of process 0."
-            )
-    if not re.fullmatch(r"((\[[\da-fA-F:.]+\]|[^\s:]+):\d{1,5})?", r.coordinator):
-        raise UserError(
-            "must be HOST:PORT, such as host0:8476", flag="coordinator", value=r.coordinator
-        )
-    if r.process_id >= processes:
-        raise UserError(
-            f"must be below --num_processes {processes}", flag="process_id", value=r.process_id
-        )
-    if r.n_devices % processes:
-        raise UserError(
-            f"must be a multiple of {processes} processes", flag="n_devices", value=r.n_devices
-        )
-    return processes
-
-
 def check(argv, elsewhere):
     """`parse`, and all checks that need no devices, data and weights. elsewhere: main.py will run on another machine,
     whose tokenizers and place among its processes are not known here."""
 
     def load(name):
-        comes = not os.path.isfile(name) and (ROOT / name).is_file()
+        # a file of the program's own may be missing yet in the folder where it will run
+        comes = not os.path.isfile(name) and (installation.ROOT / name).is_file()
         return None if elsewhere or comes else load_tokenizer(name)
 
     flags = parse(argv, load, elsewhere)

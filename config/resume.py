@@ -9,6 +9,7 @@ import os
 import utils
 from config.batch import SPLIT
 from config.flags import compare, free_of_weights, without
+from config.stored import read_values
 from runtime.files import names_in, read_json
 from runtime.messages import UserError, say
 from utils import flags_with, flatten
@@ -48,7 +49,7 @@ def check_stored(config, folder, needed):
     if missing := sorted({*needed} - config.keys()):
         raise UserError(f"{', '.join(missing)} is missing", where=path, remedy=remedy)
     read = (utils.KEPT | {*needed}) & config.keys()
-    utils.read_values({flag: config[flag] for flag in read}, path, remedy=remedy)
+    read_values({flag: config[flag] for flag in read}, path, remedy=remedy)
     older = f"commit {config['commit']}" if config.get("commit") else "that version"
     for flag, values in CHANGED.items():
         if "revision" not in config and config.get(flag) in values:

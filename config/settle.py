@@ -13,6 +13,7 @@ import utils
 from config import batch, little_text, prompt, resume
 from config.checks import check, platform_of
 from config.flags import Flags, Found, compare, free_of_weights, without
+from config.stored import read_values
 from runtime import chips
 from runtime.messages import UserError, say
 from shards.tokenization import check_ids
@@ -281,7 +282,7 @@ def check_model(flags, where, names=None):
     """Raises UserError where {flag: value} of a model, read from the file `where`, are no such values or do not fit
     together. names: {flag: what the file calls it}, where that differs."""
     names = {flag: flag for flag in flags} | (names or {})
-    utils.read_values(flags, where, names)
+    read_values(flags, where, names)
     alone = dict(attention="auto", n_device_axis=(1, 1, 1), n_devices=1)
     try:
         validate(replace(Config(), **flags | alone), 1)

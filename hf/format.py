@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-import utils
+from config.stored import read_values
 from runtime.messages import UserError
 
 
@@ -172,8 +172,8 @@ def read_flags(form, config, where):
             raise UserError(f"{where}: {name} is missing.")
         value = left.pop(name)
         flags[flag] = NULL.get(name) if value is None else value
-    flags = utils.read_values(flags, where, form.names)
-    return utils.read_values(form.flags(flags, left), where, form.names)
+    flags = read_values(flags, where, form.names)
+    return read_values(form.flags(flags, left), where, form.names)
 
 
 def pop_context_length(left):

@@ -22,13 +22,14 @@ from families import ARCHITECTURES
 
 import architectures
 import utils
-from config import command_line, foreign, parser, presets, settle
+from config import command_line, foreign, parser, presets, prompt, settle
+from config.checks import check_processes
 from config.flags import Flags, Found, without
 from config.program import read_flags
 from data import tokenize_shards, train_tokenizer
 from data.sources import kinds
 from inference import sampling
-from runtime import files, messages, platforms, processes
+from runtime import files, launchers, messages, platforms, processes
 from shards import tokenization
 from shards.corpus import Corpus
 from tools import bench, checkpoints, common, compare, evaluate, hf, trace
@@ -638,7 +639,7 @@ def test_devices_that_jax_does_not_find_get_a_sentence(chosen, has, installed, s
     assert e.value.code == (75 if "in use" in said else 2)
 
 
-STEP = dict(zip(command_line.SLURM, ("7", "2", "0", "0", "127.0.0.1")))  # a task of Slurm's
+STEP = dict(zip(launchers.SLURM, ("7", "2", "0", "0", "127.0.0.1")))  # a task of Slurm's
 ENVIRONMENTS = [  # variables, the number of processes or what is said
     (dict(), 1),
     (dict(SLURM_NTASKS=""), 1),
@@ -655,16 +656,16 @@ ENVIRONMENTS = [  # variables, the number of processes or what is said
 
 @pytest.mark.parametrize("variables, expected", ENVIRONMENTS, ids=str)
 def test_what_starts_processes_is_understood_or_gets_a_sentence(variables, expected, monkeypatch):
-    for name in command_line.NUMBERS + command_line.SLURM:
+    for name in launchers.NUMBERS + launchers.SLURM:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     flags = command_line.parse([])
     if isinstance(expected, int):
-        assert command_line.check_processes(flags) == expected
+        assert check_processes(flags) == expected
     else:
-        refusal(lambda: command_line.check_processes(flags), expected)
-    assert command_line.check_processes(flags.with_defaults(num_processes=1)) == 1
+        refusal(lambda: check_processes(flags), expected)
+    assert check_processes(flags.with_defaults(num_processes=1)) == 1
 
 
 def test_a_process_that_jax_cannot_place_among_others_does_not_train_alone(monkeypatch):
@@ -883,8 +884,8 @@ def test_every_flag_alone_works_with_all_defaults(preset, tmp_path, monkeypatch)
             found = Found(n_devices, is_data_open=True, encoding=BYTES)
             final = settle.settle(Flags(cfg, {name}), found)
             assert settle.settle(Flags(final, {name}), found) == final
-            prompt = sampling.prompt_ids(final, BYTES)
-            assert len(prompt) + final.sample.max_tokens <= final.model.T
+            ids = sampling.prompt_ids(final, BYTES)
+            assert len(ids) + final.sample.max_tokens <= final.model.T
 
 
 def test_samples_fit_in_short_sequences_unless_their_length_was_given():
@@ -896,10 +897,10 @@ def test_samples_fit_in_short_sequences_unless_their_length_was_given():
         ids = sampling.prompt_ids(cfg, BYTES)
         return cfg.sample.max_tokens, None if ids is None else ids.tolist()
 
-    prompt = [256, *b"class"]
-    assert fitted(128) == (64, prompt) and fitted(64) == (58, prompt) and fitted(7) == (1, prompt)
-    assert fitted(3) == (1, prompt[:2]) and fitted(2) == (1, prompt[:1]) and fitted(1) == (64, None)
-    assert fitted(8, "max_tokens", max_tokens=6) == (6, prompt[:2])
+    whole = [256, *b"class"]
+    assert fitted(128) == (64, whole) and fitted(64) == (58, whole) and fitted(7) == (1, whole)
+    assert fitted(3) == (1, whole[:2]) and fitted(2) == (1, whole[:1]) and fitted(1) == (64, None)
+    assert fitted(8, "max_tokens", max_tokens=6) == (6, whole[:2])
     for given in ("max_tokens", "prompt"):
         refusal(lambda: fitted(5, given), f"--{given}", "--T 5")
 

@@ -28,6 +28,7 @@ import utils
 from config import command_line, parser, settle
 from config.flags import Found, free_of_weights
 from config.program import read_flags
+from config.stored import shareable
 from hf import gpt2, pretrained, registry
 from inference import sampling, weights
 from runtime import files, messages
@@ -635,10 +636,10 @@ def test_nothing_of_the_machine_leaves_with_a_model(tmp_path):
     assert told["mix"] == "web:0.7,code:0.2 until 0.5,w:1" and told["init_from"] == "last"
     assert told["eval_tasks"] == "hellaswag,mine" and told["T"] == config["T"]
     assert "`web:0.7,code:0.2 until 0.5,w:1`" in (tmp_path / "out/README.md").read_text()
-    assert utils.leaving({"init_from": "hf://org/name@main"}) == {"init_from": "hf://org/name@main"}
+    assert shareable({"init_from": "hf://org/name@main"}) == {"init_from": "hf://org/name@main"}
     home = os.path.expanduser("~")
     for place in (home, f"{home}/", "gs://alices-bucket", "https://user:alice@host"):
-        assert utils.leaving({"data": place}) == {"data": ""}
+        assert shareable({"data": place}) == {"data": ""}
 
 
 def test_a_folder_that_was_not_trained_here_is_exported_again(deepseek, tmp_path):

@@ -15,7 +15,7 @@ from runtime.processes import ANOTHER
 DRIVER = f"""
 import os, pathlib, sys
 sys.path.insert(0, {str(ROOT)!r})
-from runtime import messages, platforms, processes
+from runtime import installation, messages, platforms, processes
 from config import command_line
 task = sys.argv.pop(1)
 flags = command_line.parse(sys.argv[1:])
@@ -63,16 +63,16 @@ def driver(tmp_path):
 
 
 OTHER_JAX = """
-of = command_line.version
-command_line.version = lambda name: "0.10.2" if name == "jax" else of(name)
+of = installation.version
+installation.version = lambda name: "0.10.2" if name == "jax" else of(name)
 """
 OTHER_FILE = """
-command_line.ROOT = pathlib.Path({!r})
-with open(command_line.ROOT / "architectures/gpt2.py", "a") as f:  # which is not imported yet
+installation.ROOT = pathlib.Path({!r})
+with open(installation.ROOT / "architectures/gpt2.py", "a") as f:  # which is not imported yet
     f.write("#")
 """
 DIFFER = {  # what makes process 1 another one: (task, flags, what is said)
-    "commit": ("command_line.commit = lambda: 'abc'", "", "commit abc instead of "),
+    "commit": ("installation.commit = lambda: 'abc'", "", "commit abc instead of "),
     "package": (OTHER_JAX, "", "jax 0.10.2 instead of "),
     "file": (OTHER_FILE, "", "architectures/gpt2.py "),
     "flag": ("", "--seed 3", "--seed 3 instead of 0"),
@@ -90,7 +90,7 @@ def test_processes_of_another_program_are_refused_before_they_look_for_devices(
         task = task.format(str(tmp_path / "copy"))
     alone = "platforms.find_devices = lambda: os._exit(9)\n"
     # of one that has no git only the files tell
-    first = "command_line.commit = lambda: 'def-dirty'" if what == "commit" else ""
+    first = "installation.commit = lambda: 'def-dirty'" if what == "commit" else ""
     for status, words in ends(start(driver, [alone + first, alone + task], ["", flags])):
         assert status == UserError.status, words
         assert words.startswith(f"error: process 1 differs from process 0 in {said}"), words
@@ -98,7 +98,7 @@ def test_processes_of_another_program_are_refused_before_they_look_for_devices(
 
 def test_processes_that_agree_meet(driver):
     """A commit that is not known, and flags that each may have its own, are no difference."""
-    unknown = "command_line.commit = lambda: ''"
+    unknown = "installation.commit = lambda: ''"
     assert ends(start(driver, ["", unknown], ["", "--data x --peer_timeout 19"])) == [
         (0, ""),
         (0, ""),

@@ -20,7 +20,7 @@ from importlib import metadata
 
 import utils
 from config import parser
-from runtime import interrupts, platforms
+from runtime import installation, interrupts, platforms
 from runtime.files import check_place, names_in, read_json, write_file, write_json
 from runtime.messages import UserError, first_line, one_sentence, say
 from tools import bench, common
@@ -47,7 +47,7 @@ import jax
 import numpy as np
 
 import model
-from config import command_line, settle
+from config import settle
 from config.presets import PRESETS, preset
 from kernels import attention
 from logs.profiling import Profile
@@ -268,7 +268,7 @@ def machine():
         "host": f"{here['cores']} cores of {here['cpu']}",
         "versions": ", ".join(versions),
         "driver": first_line(devices[0].client.platform_version),
-        "commit": command_line.commit() or "unknown",
+        "commit": installation.commit() or "unknown",
         "date": time.strftime("%Y-%m-%d"),
     }
 

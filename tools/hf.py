@@ -30,6 +30,7 @@ from tokenizers import pre_tokenizers
 import utils
 from config import settle
 from config.parser import argument
+from config.stored import shareable
 from hf import hub, pretrained
 from hf.registry import format_to_export
 from inference import weights
@@ -105,7 +106,7 @@ def export(run_dir, folder, dtype="float32", title=""):
         write_tensors(f"{part}/model.safetensors", tensors)
         stored = read_json(local, "config.json")
         if "model_type" not in stored:  # else it was not trained here
-            write_json(f"{part}/training.json", utils.leaving(stored))
+            write_json(f"{part}/training.json", shareable(stored))
         # without max_length transformers adds 256 tokens, too many for a small GPT-2
         how = ends | dict(pad_token_id=ends["eos_token_id"], max_length=int(cfg.model.T))
         others = set(weights.ends(run_dir)) - {ends["eos_token_id"]}

@@ -2,8 +2,8 @@
 
 import os
 
-import utils
 from config import resume
+from config.stored import shareable
 from logs.rows import read_rows
 from runtime.files import read_json
 from tools import common
@@ -14,7 +14,7 @@ UNKNOWN = "These weights were imported; how they were trained is not known here.
 
 def model_card(run_dir, title, config, count):
     """Markdown. title: what transformers finds the model by; config: its config.json; count: of its parameters."""
-    flags = utils.leaving(read_json(run_dir, "config.json"))
+    flags = shareable(read_json(run_dir, "config.json"))
     rows = read_rows(run_dir)
     newest = max(resume.checkpoint_steps(run_dir), default=0)
     rows = [row for row in rows if row["step"] <= newest]

@@ -31,6 +31,7 @@ from config.batch import SPLIT
 from config.parser import argument, flag
 from config.program import read_flags
 from config.resume import checkpoint_steps
+from config.stored import shareable
 from logs.meter import spent_in
 from logs.overfitting import evaluations, overfit_in
 from logs.rows import NAME, PARTS, join_rows, parts_in, read_files, rows_in
@@ -541,7 +542,7 @@ def flags_of(config):
     """({flag: value} of a run's training, {fact: value} of its machines) in its config.json. Of the data the first has
     the name, the second the place and the content."""
     machine = {name: value for name, value in config.items() if name in OF_MACHINES}
-    flags = utils.leaving(config)
+    flags = shareable(config)
     apart = OF_MACHINES - {"data"} | {"name"}
     return {name: value for name, value in flags.items() if name not in apart}, machine
 

@@ -8,12 +8,12 @@ from typing import NamedTuple
 import jax
 
 import utils
-from config import command_line, resume
+from config import resume
 from config.flags import without
 from logs import profiling
 from logs.overfitting import Overfitting
 from logs.runlog import NoLog, RunLog
-from runtime import chips, processes
+from runtime import chips, installation, processes
 from runtime.messages import UserError, duration, say
 from shards.mixture import Mixture, data_fingerprint
 from shards.tokenization import keep_tokenizer
@@ -132,7 +132,7 @@ def write_config(log, data, ends):
     """Write config.json, which tools read and a resumed run is compared with, and the tokenizer beside it."""
     config = utils.flatten(log.cfg) | {
         "data_fingerprint": data.fingerprint,
-        "commit": command_line.commit(),
+        "commit": installation.commit(),
     }
     config["encoding"] = keep_tokenizer(log.folder, data.train.tokenizer)
     if ends:
