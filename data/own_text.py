@@ -13,7 +13,7 @@ from config.parser import flag
 from data import tokenize_shards, train_tokenizer
 from data.command_line import VAL_FRACTION
 from data.output import Output
-from data.sources.kinds import WILDCARD, open_source
+from data.sources.formats import WILDCARD, open_source
 from data.sources.text import compression_of
 from data.splits import SPLITS
 from data.workers import BATCH_BYTES

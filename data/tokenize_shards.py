@@ -26,7 +26,7 @@ from data.command_line import VAL_FRACTION, Source, meant, no_text, run
 from data.encoding import encode_document
 from data.output import Output
 from data.sources.base import many, warn
-from data.sources.kinds import open_source
+from data.sources.formats import open_source
 from data.splits import ENDS
 from data.workers import cut, encoded, processes, ray_actors
 from runtime.files import is_remote

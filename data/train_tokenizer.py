@@ -19,7 +19,7 @@ from config.parser import flag
 from config.program import read_flags
 from data.command_line import VAL_FRACTION, Source, meant, no_text, run
 from data.sources.base import many
-from data.sources.kinds import open_source
+from data.sources.formats import open_source
 from data.splits import choose_validation, divide, text_of
 from runtime.files import check_place, read_file, write_file
 from runtime.messages import UserError, say

@@ -27,7 +27,7 @@ from config.checks import check_processes
 from config.flags import Flags, Found, without
 from config.program import read_flags
 from data import tokenize_shards, train_tokenizer
-from data.sources import kinds
+from data.sources import formats
 from inference import sampling
 from runtime import files, launchers, messages, platforms, processes
 from shards import tokenization
@@ -210,7 +210,7 @@ def test_no_password_of_an_address_is_printed_or_stored(tmp_path, monkeypatch, c
     pytest.importorskip("aiohttp")
     monkeypatch.setattr(files, "WAITS", (0,))
     source = SimpleNamespace(source=HIDDEN, text_column="text", skip_damaged=False)
-    works = [lambda: files.read_file(HIDDEN), lambda: kinds.open_source(source)]
+    works = [lambda: files.read_file(HIDDEN), lambda: formats.open_source(source)]
     works += [lambda: Corpus(small_config(data=HIDDEN), HIDDEN, "train")]
     works += [lambda: evaluate.open_shards(common.Evaluate(model="x"), small_config(), HIDDEN)]
     for work in works:

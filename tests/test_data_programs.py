@@ -43,7 +43,7 @@ from data.sources import files as source_files
 from data.sources import text as source_text
 from data.sources.base import Source
 from data.sources.files import stdlib_documents
-from data.sources.kinds import open_source
+from data.sources.formats import open_source
 from runtime import files, messages
 from shards import manifest, published, tokenization
 

@@ -32,7 +32,7 @@ import model
 import train as training_program
 import utils
 from config import command_line, presets
-from data.sources.kinds import open_source
+from data.sources.formats import open_source
 from inference import sampling
 from runtime import files, interrupts, locks, messages, processes
 from runtime.jax_setup import configure_jax, quiet_libraries

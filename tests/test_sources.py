@@ -39,7 +39,7 @@ from data import command_line, splits, train_tokenizer
 from data.sources import files
 from data.sources import text as source_text
 from data.sources.contents import look
-from data.sources.kinds import KINDS, open_source
+from data.sources.formats import FORMATS, open_source
 from runtime.messages import UserError
 from shards import tokenization
 from tools import evaluate
@@ -681,4 +681,4 @@ def test_every_kind_of_records_is_tested():
     for name, held in HOLD_RECORDS.items():
         fs.pipe_file(f"/kinds/{name}", held)
         found.add(look(fs, f"/kinds/{name}").kind)
-    assert found == KINDS.keys()
+    assert found == FORMATS.keys()

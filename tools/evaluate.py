@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from data.command_line import Source
 from data.encoding import count_lost, encode_text
-from data.sources.kinds import find, open_source
+from data.sources.formats import find, open_source
 from data.sources.text import read_text
 from inference import weights
 from inference.scores import Piece, make_scorer, mean

@@ -1,4 +1,4 @@
-"""The kinds of sources: `open_source` finds the class that reads a --source."""
+"""The formats of sources: `open_source` finds the class that reads a --source."""
 
 import glob
 import io
@@ -22,7 +22,7 @@ from runtime.files import filesystem, is_remote, persist, read_file
 from runtime.messages import UserError, first_line, say_aside
 
 # {what contents.py calls files of records: the subclass of base.Records that reads them}, in the order of documents
-KINDS = {"lines": Lines, "values": Values, "rows": Rows, "table": Tables}
+FORMATS = {"lines": Lines, "values": Values, "rows": Rows, "table": Tables}
 NOTES = re.compile(r"\.(txt|md)$")  # stems of the files that are read as texts beside records
 ENDINGS = ".jsonl, .ndjson, .json, .csv, .tsv (also .gz, .bz2, .xz, .zst) or .parquet"
 ENDING = re.compile(r"(\.\w+)?(\.(gz|bz2|xz|zstd?))?$", re.IGNORECASE)
@@ -119,9 +119,12 @@ def survey(fs, paths):
 
 
 def records_in(contents, sizes, args):
-    """({path: one of KINDS} of the files that are read as records, [path] of those without the column of text). Raises
-    UserError where there are only the latter, and more in them than in texts beside them. Beside source code, files of
-    JSON or of rows that have no such column are texts, and so is each object. sizes: {path: bytes}."""
+    """Choose the files to read as records: ({path: one of FORMATS}, [path of a file of records without the column]).
+
+    Beside source code, files of JSON or of rows that lack that column count as texts, and so does a file that is one
+    single object. sizes: {path: bytes}. Raises UserError where no file has the column and the files without it are
+    larger than the texts beside them.
+    """
     texts = [path for path, held in contents.items() if held == TEXT]
     code = [path for path in texts if CODE.search(stem(path))]
     records, others = {}, []
@@ -133,9 +136,9 @@ def records_in(contents, sizes, args):
                 flag="source",
             )
         has_text = held.columns is None or held.kind == "lines" or args.text_column in held.columns
-        if held.kind in KINDS and has_text and not (held.is_object and code):
+        if held.kind in FORMATS and has_text and not (held.is_object and code):
             records[path] = held.kind
-        elif held.kind in KINDS:
+        elif held.kind in FORMATS:
             others.append(path)
     if code:
         return records, []
@@ -153,9 +156,9 @@ def records_in(contents, sizes, args):
 
 
 def readers(args, fs, found, records):
-    """[base.Records] of the files `records`, {path: one of KINDS}."""
+    """[base.Records] of the files `records`, {path: one of FORMATS}."""
     kinds = []
-    for name, kind in KINDS.items():
+    for name, kind in FORMATS.items():
         files = {path: size for path, size in found.items() if records.get(path) == name}
         if files:
             kinds.append(kind(fs, files, args.text_column, args.skip_damaged))
