@@ -19,9 +19,7 @@ import re
 import resource
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -36,37 +34,52 @@ from runtime.files import check_place, write_json
 from runtime.messages import UserError
 from tools import common
 
-compiled = {}  # in such a process: its step, state and batch
+
+class CompiledStep:
+    """main.py's train step of a configuration, compiled, with a state and a batch of random tokens to run it on."""
+
+    def __init__(self, cfg):
+        """Raises UserError. Sets `facts`, {name: value} about the step."""
+        platforms.set_xla_flags(cfg.run.n_devices)  # before jax is imported
+        import jax
+
+        from logs import profiling
+        from runtime.jax_setup import configure_jax
+        from training.device_mesh import make_mesh
+        from training.optimizer import hyperparameters, make_optimizer
+        from training.train_state import abstract_state, init_state
+        from training.train_step import lower_train_step
+
+        platforms.find_devices()
+        configure_jax(cfg)
+        cfg = settle.validate(cfg, jax.device_count())
+        mesh = make_mesh(cfg)
+        optimizer = make_optimizer(cfg, mesh)
+        abstract = abstract_state(cfg, mesh, optimizer)
+        start = time.perf_counter()
+        lowered = lower_train_step(cfg, mesh, abstract)
+        self.step = lowered.compile(compiler_options=profiling.compiler_options(cfg))
+        seconds = time.perf_counter() - start
+        self.state = init_state(cfg, abstract, optimizer)
+        self.inputs = *random_batch(cfg, mesh), hyperparameters(cfg, mesh)
+        self.facts = facts_of(cfg, mesh, self.step) | dict(compile_seconds=seconds)
+
+    def run(self, n):
+        """Run n steps. Returns (wall seconds, CPU seconds, metrics of the last step)."""
+        import jax
+
+        wall, cpu = time.perf_counter(), time.process_time()
+        for _ in range(n):
+            self.state, metrics = self.step(self.state, *self.inputs)
+        jax.block_until_ready((self.state, metrics))
+        return time.perf_counter() - wall, time.process_time() - cpu, metrics
 
 
-def prepare(cfg):
-    """Compile main.py's train step; returns {name: value} about it. Raises UserError."""
-    platforms.set_xla_flags(cfg.run.n_devices)  # before jax is imported
-    import jax
-
+def facts_of(cfg, mesh, step):
+    """{name: value} about a compiled step."""
     import model
-    from logs import profiling
-    from runtime.jax_setup import configure_jax
-    from training.device_mesh import make_mesh
-    from training.optimizer import hyperparameters, make_optimizer
     from training.sizes import tokens_per_step
-    from training.train_state import abstract_state, init_state
-    from training.train_step import lower_train_step
 
-    platforms.find_devices()
-    configure_jax(cfg)
-    cfg = settle.validate(cfg, jax.device_count())
-    mesh = make_mesh(cfg)
-    optimizer = make_optimizer(cfg, mesh)
-    abstract = abstract_state(cfg, mesh, optimizer)
-    compiled.clear()  # the devices have room for one
-    began = time.perf_counter()
-    lowered = lower_train_step(cfg, mesh, abstract)
-    step = lowered.compile(compiler_options=profiling.compiler_options(cfg))
-    seconds = time.perf_counter() - began
-    compiled["step"] = step
-    compiled["state"] = init_state(cfg, abstract, optimizer)
-    compiled["inputs"] = *random_batch(cfg, mesh), hyperparameters(cfg, mesh)
     used = step.memory_analysis()
     new_outputs = used.output_size_in_bytes - used.alias_size_in_bytes
     return dict(
@@ -75,7 +88,6 @@ def prepare(cfg):
         tokens_per_step=tokens_per_step(cfg),
         flops_per_token=model.flops_per_token(cfg),
         compiler_bytes=used.argument_size_in_bytes + used.temp_size_in_bytes + new_outputs,
-        compile_seconds=seconds,
     )
 
 
@@ -90,17 +102,6 @@ def random_batch(cfg, mesh):
     return put_batch(rows.__getitem__, 0, shape, mesh)
 
 
-def run_steps(n):
-    """(wall, CPU) seconds of n train steps."""
-    import jax
-
-    wall, cpu = time.perf_counter(), time.process_time()
-    for _ in range(n):
-        compiled["state"], metrics = compiled["step"](compiled["state"], *compiled["inputs"])
-    jax.block_until_ready((compiled["state"], metrics))
-    return time.perf_counter() - wall, time.process_time() - cpu
-
-
 def peak_bytes():
     """Peak memory: of the fullest device or, on CPUs, which do not report it, of this process."""
     import jax
@@ -112,13 +113,52 @@ def peak_bytes():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def call(process, function, *args):
-    """What a function returns in the process of a configuration. Raises UserError where that ends too early."""
+def serve(pipe, cfg):
+    """What the process of a configuration does. It sends the facts of its `CompiledStep`, or the UserError that it
+    raises. For each number of steps that it receives, it runs them and sends (wall, CPU) seconds. For None it sends its
+    peak memory, and ends.
+    """
     try:
-        return process.submit(function, *args).result()
-    except BrokenProcessPool:
-        words = "--vary: the process of a configuration died; see its output above."
-        raise UserError(words) from None
+        compiled = CompiledStep(cfg)
+    except UserError as e:
+        pipe.send(e)
+        return
+    pipe.send(compiled.facts)
+    while n := pipe.recv():
+        pipe.send(compiled.run(n)[:2])
+    pipe.send(peak_bytes())
+
+
+class Server:
+    """A process of its own that serves a configuration. Several compile at once, and then run steps one by one."""
+
+    def __init__(self, cfg):
+        spawn = multiprocessing.get_context("spawn")  # a fork would share what jax has started
+        self.pipe, other_end = spawn.Pipe()
+        self.process = spawn.Process(target=serve, args=(other_end, cfg), daemon=True)
+        self.process.start()
+        other_end.close()  # so that the end of the process is the end of the pipe
+
+    def receive(self):
+        """What the process sends next. Raises UserError where it could not, or ended."""
+        try:
+            received = self.pipe.recv()
+        except EOFError:
+            words = "--vary: the process of a configuration died; see its output above."
+            raise UserError(words) from None
+        if isinstance(received, UserError):
+            raise received
+        return received
+
+    def ask(self, question):
+        """Send a number of steps, or None for the peak memory, and receive the answer."""
+        with suppress(BrokenPipeError):  # `receive` says why
+            self.pipe.send(question)
+        return self.receive()
+
+    def close(self):
+        self.process.kill()
+        self.process.join()
 
 
 def measure(configurations, rounds, steps):
@@ -126,21 +166,23 @@ def measure(configurations, rounds, steps):
     groups = [configurations]
     if platforms.platform() != "cpu":  # an accelerator's memory belongs to one process at a time
         groups = [[configuration] for configuration in configurations]
-    spawn = multiprocessing.get_context("spawn")  # a fork would share what jax began
     rows = []
     for group in groups:
-        with ExitStack() as processes_end:
-            processes = [processes_end.enter_context(ProcessPoolExecutor(1, spawn)) for _ in group]
-            about = [call(process, prepare, cfg) for process, (_, cfg) in zip(processes, group)]
+        with ExitStack() as servers_end:
+            servers = []
+            for _, cfg in group:
+                servers.append(Server(cfg))
+                servers_end.callback(servers[-1].close)
+            facts = [server.receive() for server in servers]
             seconds = []  # [round, configuration, 2]
             for _ in range(1 + rounds):  # the first is the warm-up
-                seconds.append([call(process, run_steps, steps) for process in processes])
-            peaks = [call(process, peak_bytes) for process in processes]
+                seconds.append([server.ask(steps) for server in servers])
+            peaks = [server.ask(None) for server in servers]
         for i, (name, _) in enumerate(group):
-            speeds = about[i]["tokens_per_step"] * steps / np.array(seconds)[1:, i].T
+            speeds = facts[i]["tokens_per_step"] * steps / np.array(seconds)[1:, i].T
             if not rows:
                 first = speeds[0]
-            rows.append(row(name, about[i], speeds, first, peaks[i]))
+            rows.append(row(name, facts[i], speeds, first, peaks[i]))
     return rows
 
 
@@ -148,18 +190,19 @@ def quartiles(x):
     return np.percentile(x, (25, 50, 75)).tolist()
 
 
-def row(name, about, speeds, first, peak):
-    """The numbers of a configuration. speeds: tokens per second and per CPU second of each round; first: the first."""
+def row(name, facts, speeds, first, peak):
+    """The numbers of a configuration. facts: of its `CompiledStep`. speeds: tokens per second and per CPU second of each
+    round; first: tokens per second of the first configuration."""
     speed, per_cpu_second = speeds
     mfu = None
-    if chip := chips.chip_of(about["device"]):
-        mfu = quartiles(speed * about["flops_per_token"] / chip.peak / about["devices"])
-    return about | dict(
+    if chip := chips.chip_of(facts["device"]):
+        mfu = quartiles(speed * facts["flops_per_token"] / chip.peak / facts["devices"])
+    return facts | dict(
         name=name,
         rounds=len(speed),
         tokens_per_second=quartiles(speed),
         ratio=quartiles(speed / first),
-        step_seconds=quartiles(about["tokens_per_step"] / speed),
+        step_seconds=quartiles(facts["tokens_per_step"] / speed),
         tokens_per_cpu_second=quartiles(per_cpu_second),
         peak_bytes=peak,
         mfu=mfu,

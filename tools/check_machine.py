@@ -99,6 +99,7 @@ class Step:
         self.machine = machines.machine_of(jax.devices())
         self.presets = presets_that_fit(jax.devices())
         self.cfg = None
+        self.compiled = None  # the step that was measured last
         self.rows = []  # of bench.row; the first is of the preset's own flags
         self.report = ""  # of a trace, beside the plan
 
@@ -114,18 +115,23 @@ class Step:
         return f"{self.cfg.run.preset}: {seconds:.4f} s for {tokens:,} tokens"
 
     def run(self, name, cfg):
-        """Measure the step of a configuration, which stays in `bench.compiled`, and return its row."""
-        now = bench.compiled
-        about = bench.prepare(utils.replace(cfg, compilation_cache=""))
-        now["state"], metrics = now["step"](now["state"], *now["inputs"])
+        """Measure the step of a configuration, and return its row."""
+        step = self.compile(cfg)
+        *_, metrics = step.run(1)
         if not math.isfinite(metrics["loss/train_loss"]):
             raise Wrong("the loss of the first step is not finite")
-        seconds = np.transpose([bench.run_steps(STEPS) for _ in range(ROUNDS)])
-        speeds = about["tokens_per_step"] * STEPS / seconds
+        seconds = np.transpose([step.run(STEPS)[:2] for _ in range(ROUNDS)])
+        speeds = step.facts["tokens_per_step"] * STEPS / seconds
         first = self.rows[0]["tokens_per_second"][1] if self.rows else np.median(speeds[0])
-        row = bench.row(name, about, speeds, first, bench.peak_bytes())
+        row = bench.row(name, step.facts, speeds, first, bench.peak_bytes())
         self.rows.append(row)
         return row
+
+    def compile(self, cfg):
+        """The `bench.CompiledStep` of a configuration; the one before goes first, since devices have room for one."""
+        self.compiled = None
+        self.compiled = bench.CompiledStep(utils.replace(cfg, compilation_cache=""))
+        return self.compiled
 
     def need(self):
         if not self.rows:
@@ -135,11 +141,11 @@ class Step:
         """Trace three steps, and say where their time went."""
         self.need()
         cfg = utils.replace(self.cfg, profile="1:3", output_dir=self.out, name="step")
-        bench.prepare(utils.replace(cfg, compilation_cache=""))
-        bench.run_steps(1)  # the first is slower
+        compiled = self.compile(cfg)
+        compiled.run(1)  # the first is slower
         profile = Profile(cfg, 0)
-        profile.begin(1, bench.compiled["step"], lambda: None)
-        bench.run_steps(3)
+        profile.begin(1, compiled.step, lambda: None)
+        compiled.run(3)
         profile.note(3)
         profile.close()
         opened = trace.open_trace(cfg.run.folder)

@@ -249,16 +249,16 @@ def check_resume(n, mesh):
     """Train on from a checkpoint and without it: the states must be equal to the last bit."""
     with tempfile.TemporaryDirectory() as folder:
         cfg = small_model(MODELS[0], n, mesh, output_dir=folder, compilation_cache="")
-        bench.prepare(cfg)
+        compiled = bench.CompiledStep(cfg)
         mesh = make_mesh(cfg)
         checkpoints = RunCheckpoints(cfg, mesh, make_optimizer(cfg, mesh), "")
-        bench.run_steps(2)
-        checkpoints.save_running(2, 0, bench.compiled["state"], BadSteps(0))
-        bench.run_steps(2)
-        right = fingerprint(bench.compiled["state"])
-        bench.compiled["state"], _ = checkpoints.restore_or_begin()
+        compiled.run(2)
+        checkpoints.save_running(2, 0, compiled.state, BadSteps(0))
+        compiled.run(2)
+        right = fingerprint(compiled.state)
+        compiled.state, _ = checkpoints.restore_or_begin()
         checkpoints.close()
-        bench.run_steps(2)
-    if not np.array_equal(right, fingerprint(bench.compiled["state"])):
+        compiled.run(2)
+    if not np.array_equal(right, fingerprint(compiled.state)):
         raise Wrong("two steps after a checkpoint give other numbers than without it")
     return "equal to the last bit"
