@@ -191,7 +191,7 @@ def quartiles(x):
 
 
 def row(name, facts, speeds, first, peak):
-    """The numbers of a configuration. facts: of its `CompiledStep`. speeds: tokens per second and per CPU second of each
+    """The numbers of a configuration. facts: of its `CompiledStep`. speeds: tokens per second and CPU second of each
     round; first: tokens per second of the first configuration."""
     speed, per_cpu_second = speeds
     mfu = None
