@@ -1,8 +1,11 @@
-"""The plain model: the training loss as the papers write it, on one device. Read this file first.
+"""The plain model: the training loss as the papers write it, on one device.
+
+Comes before: nothing, this file is the first to read. Comes next: `train.py`, which trains this model on a mesh, and
+docs/guide.md, which shows how each function here is spread over devices.
 
 This is `--architecture deepseek` in float32, without a mesh, a collective or a fast path. `model.py` and
-`architectures/deepseek.py` compute the same on any mesh, faster and in less memory. Tests compare their loss and every
-gradient with those of this file (tests/test_plain.py). docs/guide.md shows how each function is spread over devices.
+`architectures/deepseek.py` compute the same on any mesh, faster and in less memory. No program runs this file. It is
+there to be read, and tests compare the loss and every gradient on many meshes with its own (tests/test_plain.py).
 
 It reads the program's own parameters, of any preset with this architecture, such as `tiny`, `moe1b` or `deepseek-tiny`.
 It does not cover GPT-2 and Qwen3, `--dropout_rate`, and `--capacity_factor`, which drops choices. With random weights:
