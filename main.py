@@ -12,7 +12,7 @@ from runtime import interrupts
 
 def cli():
     """Read the command line and train, or plan with --plan. The process ends here, with its exit status."""
-    interrupts.begin(
+    interrupts.install(
         interrupts.NOTHING_LOST
     )  # from here on Ctrl-C is answered in a sentence, during imports too
     from config import command_line

@@ -240,7 +240,7 @@ def train(cfg, opened, workbench, goodput, pulse):
 
 def restore(cfg, data, checkpoints):
     """The `Now` of the newest checkpoint, or of step 0."""
-    state, meta = checkpoints.restore_or_begin()
+    state, meta = checkpoints.restore_or_init()
     now = Now(state, meta["step"], meta["sequences"], meta.get("faults"))
     data.train.check_borders(meta.get("mix_borders", []), now.sequences)
     if now.step:
@@ -385,7 +385,7 @@ def log_row(run, now, row):
     run.log.metrics(row | run.goodput.row())
     now.row = None
     now.logged = row
-    if run.overfitting.begins(row) and jax.process_index() == 0:
+    if run.overfitting.add(row) and jax.process_index() == 0:
         say(f"warning: {run.overfitting.now.words}{best_in_words(run.checkpoints)}")
 
 

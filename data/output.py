@@ -21,7 +21,7 @@ from runtime.files import ask, read_file, write_file
 from runtime.messages import UserError, first_line
 from shards import manifest
 from shards.storage import BLOCK, list_shards
-from shards.tokenization import keep_tokenizer
+from shards.tokenization import copy_tokenizer
 
 PROGRESS = "progress.npz"
 SMALL = 10_000_000  # hashes that are saved with every shard
@@ -168,7 +168,7 @@ class Output:
             self.resume(held)
         for split in SPLITS:
             self.check_shards(split, bool(held))
-        keep_tokenizer(self.path, tokenizer)
+        copy_tokenizer(self.path, tokenizer)
         if not self.position:
             settings = self.settings["val_fraction"], self.settings["drop_duplicates"]
             self.validation = choose_validation(self.source, *settings)

@@ -21,7 +21,7 @@ from data.command_line import VAL_FRACTION, Source, meant, no_text, run
 from data.sources.base import many
 from data.sources.formats import open_source
 from data.splits import choose_validation, divide, text_of
-from runtime.files import check_place, read_file, write_file
+from runtime.files import check_writable, read_file, write_file
 from runtime.messages import UserError, say
 from runtime.pulse import Pulse
 from shards.tokenization import PATTERN, byte_letters, dump_ranks
@@ -100,7 +100,7 @@ def make(args, source=None):
             f"--vocab_size {args.vocab_size}: must be at least 257, the bytes and the end of text, to train a "
             f"tokenizer; give more, or --tokenizer."
         )
-    check_place(args.output, "output")
+    check_writable(args.output, "output")
     start = time.monotonic()
     with Pulse(f"learning a tokenizer from {args.source}"):
         found, wanted, ranks = learn(args, source or open_source(args))

@@ -115,7 +115,7 @@ class Pace:
     def restart(self, data_wait):
         """Forget all steps: the run rolls back. data_wait: of `resume`."""
         self.steps = []  # (seconds, of these waiting for data) of each
-        self.told = 0  # how many of them were there at the last progress line
+        self.reported = 0  # how many of them were there at the last progress line
         self.resume(data_wait)
 
     def resume(self, data_wait):
@@ -132,8 +132,8 @@ class Pace:
 
     def since_last(self):
         """The same, means of all steps since the last call."""
-        steps = self.steps[self.told :]
-        self.told = len(self.steps)
+        steps = self.steps[self.reported :]
+        self.reported = len(self.steps)
         return self._mean(steps)
 
     def seconds_for(self, steps):

@@ -88,7 +88,7 @@ class Overfitting:
         self.rows = []  # since the newest evaluation
         self.now = overfit_in(self.found)
 
-    def begins(self, row):
+    def add(self, row):
         """Take a further row; whether the run begins to overfit with it."""
         self.rows.append(row)
         if HELD_OUT not in row:

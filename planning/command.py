@@ -10,7 +10,7 @@ from planning import machines
 from planning.advice import WAYS, advise, changed, in_parts, variants
 from planning.machines import TooLarge, parse_machine
 from planning.plan import as_json, make_plan, memory_share
-from runtime.files import check_place, write_file, write_json
+from runtime.files import check_writable, write_file, write_json
 from runtime.jax_setup import configure_jax
 from runtime.messages import UserError, say, size
 from runtime.pulse import Pulse
@@ -64,7 +64,7 @@ def planned_config(flags, machine):
     run = flags.cfg.run
     if run.n_devices not in (0, machine.n):
         raise UserError(f"--n_devices {run.n_devices}: --plan {machine.name} has {machine.n}.")
-    check_place(flags.cfg.plan.plan_json, "plan_json")
+    check_writable(flags.cfg.plan.plan_json, "plan_json")
     of_weights = weights.open_weights(run.init_from)[0] if run.init_from else {}
     # no cache: what was compiled for devices that are not there cannot be read back
     flags = flags.with_given(n_devices=0, compilation_cache="")

@@ -332,7 +332,7 @@ def write_file(path, content):
         raise UserError(f"{path} cannot be written ({e.strerror}); give another place.") from None
 
 
-def check_place(path, flag):
+def check_writable(path, flag):
     """Raises UserError where no file can be written at a local `path` that `flag` named: before one works for it."""
     if not path or is_remote(path):
         return
@@ -347,7 +347,7 @@ def check_place(path, flag):
         raise UserError(why, flag=flag, value=path, remedy="give another") from None
 
 
-def check_ends(path):
+def check_not_pipe(path):
     """Raises UserError where what is at a local `path` may never end, as a named pipe or a symlink to a device: whoever
     reads it would wait. One that was given as such, /dev/stdin or a shell's /dev/fd/63, is read."""
     if is_remote(path) or path.startswith("/dev/"):
@@ -360,7 +360,7 @@ def check_ends(path):
 
 def read_file(path):
     """Bytes of a local file or remote object, None where there is none. Raises UserError where it cannot be read."""
-    check_ends(path)
+    check_not_pipe(path)
     try:
         return ask(path, "cat_file")
     except (FileNotFoundError, NotADirectoryError):

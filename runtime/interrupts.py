@@ -52,7 +52,7 @@ def heeded():
     return [number for number in SIGNALS if number in INSISTING or number not in ignored]
 
 
-def begin(words="interrupted"):
+def install(words="interrupted"):
     """What every program begins with. A signal ends the process, with these words, as soon as the main thread is in
     Python, while it imports; one that the program spawned ends without a word. A missing package ends it too."""
     words = "" if "__mp_main__" in sys.modules else words

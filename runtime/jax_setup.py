@@ -7,7 +7,7 @@ import sys
 import jax
 from absl import logging as absl_logging
 
-from runtime.files import check_place
+from runtime.files import check_writable
 from runtime.messages import UserError, warn
 
 
@@ -32,7 +32,7 @@ def configure_jax(cfg):
     cache = os.path.expanduser(cfg.run.compilation_cache)
     if cache:
         try:
-            check_place(os.path.join(cache, "entry"), "compilation_cache")
+            check_writable(os.path.join(cache, "entry"), "compilation_cache")
             jax.config.update("jax_compilation_cache_dir", cache)
         except UserError as e:  # one warning; jax would give one for every program that it compiles
             warn(e)

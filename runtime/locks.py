@@ -19,14 +19,14 @@ import time
 
 from runtime import interrupts
 from runtime.files import is_remote, persist, remove_parts
-from runtime.lock_places import ANSWER, place_of
+from runtime.lock_storage import ANSWER, open_storage
 from runtime.messages import Unavailable, UserError, first_line, say, warn
 
 LOCK = "lock"  # its name in the folder
 BEAT = 20  # seconds between two beats: 4,320 small writes a day
 DEAD = 120  # seconds without a beat after which a holder is taken for dead: five may fail, or NFS show them 60 s late
 FRESH = DEAD / 2  # seconds after a beat in which nobody can have taken the lock, nor soon after
-LOOK = 5  # seconds between two looks at another's lock
+POLL = 5  # seconds between two looks at another's lock
 RELEASE = 10  # seconds that a release may take; what stays, the next one takes over
 TRIES = 3  # of a write whose answer was lost
 MOST = 500  # looks at a lock: DEAD has 24, even if every answer is late, and nobody loses so many races
@@ -103,7 +103,7 @@ class Lock:
         self.path = os.path.join(folder, LOCK)
         holder = this_process()
         self.token = holder["token"]
-        self.place = place_of(self.path, holder)
+        self.storage = open_storage(self.path, holder)
         self.beats = 0
         self.found = None  # the lock as this process wrote it last
         self.confirmed = -math.inf  # uptime before the newest beat that arrived
@@ -118,7 +118,7 @@ class Lock:
         watched = None  # a version
         waited = looked = 0
         for _ in range(MOST):
-            found = persist(self.place.find, self.path)
+            found = persist(self.storage.find, self.path)
             alive = is_alive(found.holder) if found else False
             if alive:
                 raise in_use(found.holder)
@@ -130,10 +130,10 @@ class Lock:
                     raise in_use(found.holder)
                 else:
                     # a longer gap is one in which storage, or this process, may have been away
-                    waited += min(uptime() - looked, 2 * LOOK)
+                    waited += min(uptime() - looked, 2 * POLL)
                 looked = uptime()
                 if waited < DEAD:
-                    time.sleep(LOOK)
+                    time.sleep(POLL)
                     continue
             if persist(lambda: self._write(found), self.path):
                 if found:
@@ -166,7 +166,7 @@ class Lock:
     def _renew(self):
         while not self.over.is_set():
             late = uptime() - self.confirmed > BEAT
-            self.asked.wait(LOOK if late else BEAT)
+            self.asked.wait(POLL if late else BEAT)
             self.asked.clear()
             if not self.over.is_set():
                 self._try_beat()
@@ -215,21 +215,21 @@ class Lock:
         for _ in range(TRIES):
             began = uptime()
             self.beats += 1
-            written = self.place.put(found, self.beats)
+            written = self.storage.put(found, self.beats)
             if written:
                 self.found = written
                 self.confirmed = began
                 return True
-            self.seen = found = self.place.find()
+            self.seen = found = self.storage.find()
             if not found or found.token != self.token:
                 return False
             # It was written, its answer lost. Nobody knows when, so it is written again.
         raise ConnectionError("its answers get lost")
 
     def _remove(self):
-        found = self.place.find()
+        found = self.storage.find()
         if found and found.token == self.token:
-            self.place.remove(found)
+            self.storage.remove(found)
 
 
 def print_waiting(folder, holder):
@@ -252,7 +252,7 @@ def print_taken_over(folder, holder, alive):
 def is_held(folder):
     """Whether a process holds a folder, or one that died did. Raises UserError."""
     path = os.path.join(folder, LOCK)
-    return persist(place_of(path, {}).find, path) is not None
+    return persist(open_storage(path, {}).find, path) is not None
 
 
 @contextlib.contextmanager

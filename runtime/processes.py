@@ -146,7 +146,7 @@ def connect(run):
     late.start()
     try:
         jax.distributed.initialize(
-            **meeting_place(run),
+            **coordinator_arguments(run),
             initialization_timeout=limit + 60,
             heartbeat_timeout_seconds=run.peer_timeout,
             shutdown_timeout_seconds=3600,  # process 0 may still upload its log
@@ -162,7 +162,7 @@ def connect(run):
         late.cancel()
 
 
-def meeting_place(run):
+def coordinator_arguments(run):
     """Arguments of `jax.distributed.initialize`: those that --coordinator tells, else none."""
     if not run.coordinator:
         return {}

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from runtime.files import names_in
 
 
-class Around(NamedTuple):
+class Surroundings(NamedTuple):
     """What is near the folder, train or val, in which shards were looked for."""
 
     root: str  # the folder of --data, or a file
@@ -18,15 +18,15 @@ class Around(NamedTuple):
     has_text: bool  # whether `root` is a file, or a folder of files
 
 
-def look_around(folder):
-    """The `Around` of a folder such as data/shards/web/train."""
+def surroundings(folder):
+    """The `Surroundings` of a folder such as data/shards/web/train."""
     root, split = os.path.split(folder)
     above, name = os.path.split(root)
     shards = sorted(glob.glob(f"{glob.escape(root)}/*/{split}/*.npy"))
     names = [n for n in names_in(root) if n[0] != "."]
     is_file = names == [name]  # a file lists itself alone
     has_files = glob.glob(f"{glob.escape(root)}/*.*") and not os.path.exists(f"{root}/train")
-    return Around(
+    return Surroundings(
         root=root,
         corpus=os.path.dirname(os.path.dirname(shards[0])) if shards else "",
         base=above if is_file else root,
@@ -38,7 +38,7 @@ def look_around(folder):
 
 def remedy(folder):
     """What the user can do about a folder, train or val, that has no shards: the end of an error's sentence."""
-    root, corpus, base, endings, is_split, has_text = look_around(folder)
+    root, corpus, base, endings, is_split, has_text = surroundings(folder)
     if corpus:
         return f"give a folder in it, such as {corpus}"
     if ".npy" in endings and is_split:

@@ -16,7 +16,7 @@ QWEN_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 QWEN_SPECIAL += [f"<|extra_{i}|>" for i in range(205)]
 
 
-def arguments(sha256, ranks):
+def encoding_arguments(sha256, ranks):
     """Arguments of the `tiktoken.Encoding` of the published file with this hash, which holds {token bytes: rank}; None
     where no such file is known."""
     if sha256 == QWEN:

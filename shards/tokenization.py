@@ -160,7 +160,7 @@ def load_ranks(path):
             raise ValueError("not all bytes are in it")
         # of the ranks, since a copy may have other line ends
         sha256 = hashlib.sha256(dump_ranks(ranks)).hexdigest()
-        if known := published.arguments(sha256, ranks):
+        if known := published.encoding_arguments(sha256, ranks):
             return tiktoken.Encoding(**known)
         if sorted(ranks.values()) != list(range(len(ranks))):
             raise ValueError("not the ranks 0, 1, 2, ..., each once")
@@ -210,7 +210,7 @@ def dump_ranks(ranks):
 
 def text_of(encoding, ids):
     """Text of token ids. Those that only the model knows are left out; bytes that are not UTF-8 become U+FFFD."""
-    return encoding.decode([t for t in ids if known(encoding, t)])
+    return encoding.decode([t for t in ids if has_token(encoding, t)])
 
 
 def check_ids(encoding, ids, vocab_size, where):
@@ -225,7 +225,7 @@ def check_ids(encoding, ids, vocab_size, where):
 
 
 @functools.cache
-def known(encoding, token):
+def has_token(encoding, token):
     """Whether the tokenizer has this token id; a tiktoken vocabulary may have gaps."""
     try:
         encoding.decode([token])
@@ -277,7 +277,7 @@ def longest_token(encoding):
     return max(len(token) for number, token in tokens_of(encoding).items() if number not in special)
 
 
-def meaning(encoding):
+def tokens_and_merges(encoding):
     """({id: token} of those that text becomes, the tokens that pairs of others merge into, in that order)."""
     tokens = tokens_of(encoding)
     if isinstance(encoding, HubTokenizer):
@@ -308,7 +308,7 @@ def made_shards(encoding, name, made):
     except UserError:  # shards that were copied without it, or no network
         return None
     end, its_end = (tokens_of(one).get(other.eot_token) for one in (encoding, other))
-    same_tokens = end == its_end and meaning(encoding) == meaning(other)
+    same_tokens = end == its_end and tokens_and_merges(encoding) == tokens_and_merges(other)
     return same_tokens and encoding.encode_ordinary(PROBE) == other.encode_ordinary(PROBE)
 
 
@@ -322,7 +322,7 @@ def in_folder(folder, name):
     return os.path.join(folder, name) if name.endswith(TOKENIZER_FILES) else name
 
 
-def keep_tokenizer(folder, name):
+def copy_tokenizer(folder, name):
     """Copy the files of the tokenizer `name`, if any, into a folder; returns its name there. Raises UserError."""
     ending = os.path.splitext(name)[1]
     if ending not in TOKENIZER_FILES:

@@ -688,7 +688,7 @@ def test_a_process_that_jax_cannot_place_among_others_does_not_train_alone(monke
 
 def streams(code, redirected, **environment):
     """How a program ended that begins as all here do, then does this."""
-    begin = "import os, sys; from runtime import interrupts; interrupts.begin(); "
+    begin = "import os, sys; from runtime import interrupts; interrupts.install(); "
     words = ["bash", "-c", f'exec "$@" {redirected}', "bash", sys.executable, "-c", begin + code]
     return subprocess.run(
         words, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True

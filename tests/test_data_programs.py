@@ -625,8 +625,10 @@ def test_the_hashes_of_tiktokens_files_are_those_of_its_package(monkeypatch):
         openai_public.ENCODING_CONSTRUCTORS[name]()
         assert wanted.pop() == sha256
         ranks = {bytes([0]): 0}
-        assert published.arguments(sha256, ranks)["mergeable_ranks"] == ranks and not wanted
-    assert published.arguments("0" * 64, {}) is None
+        assert (
+            published.encoding_arguments(sha256, ranks)["mergeable_ranks"] == ranks and not wanted
+        )
+    assert published.encoding_arguments("0" * 64, {}) is None
 
 
 def test_qwens_ranks_have_its_pattern_and_special_tokens(tmp_path, monkeypatch):

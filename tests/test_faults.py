@@ -295,7 +295,7 @@ def test_a_place_that_cannot_be_written_is_one_sentence_before_compiling(train, 
     configure_jax(utils.replace(utils.Config(), compilation_cache="/proc/cache"))
     said = capsys.readouterr().err
     assert said.startswith("warning: --compilation_cache /proc/cache/entry: cannot be written (")
-    files.check_place(str(tmp_path / "new/plan.json"), "plan_json")
+    files.check_writable(str(tmp_path / "new/plan.json"), "plan_json")
     assert not (tmp_path / "new").exists()
 
 
@@ -337,7 +337,7 @@ def test_a_file_that_may_not_be_written_is_refused(tmp_path, monkeypatch):
     }
     for path, reason in reasons.items():
         refusal(lambda: files.write_file(path, ""), f"{path} cannot be written ({reason}")
-        refusal(lambda: files.check_place(path, "f"), f"--f {path}: cannot be written ({reason}")
+        refusal(lambda: files.check_writable(path, "f"), f"--f {path}: cannot be written ({reason}")
     assert sorted(os.listdir(tmp_path)) == ["loop", "pipe", "read-only"]
 
 

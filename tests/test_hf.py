@@ -314,7 +314,7 @@ def test_weights_train_on_shards_of_a_tokenizer_with_more_tokens(
     made = dict(tokenizer="tokenizer.json", vocab_size=301, end_of_text=256)
     made["tokenizer_sha256"] = tokenization.content_sha256(tokenization.load_tokenizer(path))
     data = tmp_path / "data"
-    tokenization.keep_tokenizer(str(data), path)
+    tokenization.copy_tokenizer(str(data), path)
     for split in ("train", "val"):
         (data / split).mkdir()
         ids = np.arange(2000) % 257
@@ -359,7 +359,7 @@ def test_the_exported_tokenizer_cuts_as_tiktoken_does(
         name = str(text_shards / "tokenizer.tiktoken")
     encoding = tokenization.load_tokenizer(name)
     run, folder = tmp_path / "run", tmp_path / "folder"
-    kept = {"encoding": tokenization.keep_tokenizer(str(run), name)}
+    kept = {"encoding": tokenization.copy_tokenizer(str(run), name)}
     files.write_file(str(run / "config.json"), json.dumps(kept))
     folder.mkdir()
     ends = hf.export_tokenizer(str(folder), str(run), utils.Model(T=64))

@@ -19,13 +19,13 @@ import pytest
 from conftest import ROOT, refusal, storage_server, wait_for
 from test_resume import TINY
 
-from runtime import files, interrupts, lock_places, locks, messages, processes
+from runtime import files, interrupts, lock_storage, locks, messages, processes
 from tests.soak import locks as races
 
 HOLD = """
 import sys, time
 from runtime import interrupts, locks
-locks.BEAT = locks.LOOK = 0.1
+locks.BEAT = locks.POLL = 0.1
 locks.DEAD = float(sys.argv[2])
 locks.FRESH = locks.DEAD / 2
 def main():
@@ -99,7 +99,7 @@ def folder(request, tmp_path, monkeypatch):
 def test_a_write_that_comes_late_changes_nothing(folder):
     """As that of a process which was paused between its look and its write."""
     one, other = (
-        lock_places.place_of(f"{folder}/lock", locks.this_process() | dict(token=token * 16))
+        lock_storage.open_storage(f"{folder}/lock", locks.this_process() | dict(token=token * 16))
         for token in "ab"
     )
     first = one.put(None, 1)
@@ -139,7 +139,7 @@ def test_only_this_system_proves_who_is_dead():
     assert locks.is_alive(its) is False
     child.communicate()
     assert locks.is_alive(its) is False
-    assert locks.is_alive(lock_places.UNKNOWN) is None
+    assert locks.is_alive(lock_storage.UNKNOWN) is None
 
 
 def test_a_run_directory_is_one_process_alone(train, tmp_path, capsys, monkeypatch):
@@ -251,7 +251,7 @@ def test_while_storage_is_away_nothing_is_confirmed(tmp_path, ends, capsys, monk
             raise ConnectionError("503 Slow Down")
 
         with monkeypatch.context() as patch:
-            patch.setattr(held.place, "write", fails)
+            patch.setattr(held.storage, "write", fails)
             held.asked.set()
             held.confirm()  # at once, after the beat that it began with
             held.confirmed -= locks.FRESH
@@ -279,7 +279,7 @@ def test_what_no_process_left_as_a_lock_stays(tmp_path):
 )
 def test_a_torn_or_older_lock_is_waited_for(tmp_path, capsys, monkeypatch, content):
     monkeypatch.setattr(locks, "DEAD", 0.1)
-    monkeypatch.setattr(locks, "LOOK", 0.02)
+    monkeypatch.setattr(locks, "POLL", 0.02)
     (tmp_path / "lock").write_text(content)
     with alone(tmp_path):
         first, second = capsys.readouterr().out.splitlines()

@@ -72,11 +72,11 @@ def test_it_is_said_with_both_losses():
 def test_rows_are_judged_as_they_come_also_after_a_rollback():
     rows = rows_of(WORSE, FALLING)
     now = Overfitting(rows[:EVERY])
-    began = [row["step"] for row in rows[EVERY:] if now.begins(row)]
+    began = [row["step"] for row in rows[EVERY:] if now.add(row)]
     assert (began, now.now) == ([5 * EVERY], FOUND)
     now.rewind(4 * EVERY)
     assert now.now is None
-    assert [now.begins(row) for row in rows[4 * EVERY :]] == [*[False] * (EVERY - 1), True]
+    assert [now.add(row) for row in rows[4 * EVERY :]] == [*[False] * (EVERY - 1), True]
 
 
 def test_a_run_that_overfits_says_so_and_its_best_checkpoint_is_taken(

@@ -52,7 +52,7 @@ def make_run(folder, **flags):
     checkpoints.save(0, {"params": params}, 0, {})
     checkpoints.close()
     config = utils.flatten(cfg) | dict(data_fingerprint="x")
-    config["encoding"] = tokenization.keep_tokenizer(str(folder / "run"), str(ranks))
+    config["encoding"] = tokenization.copy_tokenizer(str(folder / "run"), str(ranks))
     (folder / "run" / "config.json").write_text(json.dumps(config))
     return folder / "run", cfg, mesh, params
 

@@ -6,4 +6,4 @@ import sys
 sys.path[0] = os.path.realpath(__file__ + "/../..")
 from runtime import interrupts
 
-interrupts.begin()
+interrupts.install()

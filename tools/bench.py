@@ -30,7 +30,7 @@ import utils
 from config import command_line, parser, settle
 from config.flags import Found
 from runtime import chips, interrupts, platforms
-from runtime.files import check_place, write_json
+from runtime.files import check_writable, write_json
 from runtime.messages import UserError
 from tools import common
 
@@ -272,7 +272,7 @@ def parse(argv):
 def main(argv):
     """Print the rows of `measure`."""
     own, configurations = parse(argv)
-    check_place(own.json, "json")
+    check_writable(own.json, "json")
     where = machine()
     rows = measure(configurations, own.rounds, own.steps)
     first = rows[0]

@@ -21,7 +21,7 @@ from importlib import metadata
 import utils
 from config import parser
 from runtime import installation, interrupts, platforms
-from runtime.files import check_place, names_in, read_json, write_file, write_json
+from runtime.files import check_writable, names_in, read_json, write_file, write_json
 from runtime.messages import UserError, first_line, one_sentence, say
 from tools import bench, common
 
@@ -281,7 +281,7 @@ def machine():
 
 def main(options):
     """Run the checks and write the page. Returns 1 where any failed, else 0."""
-    check_place(f"{options.out}/report.md", "out")
+    check_writable(f"{options.out}/report.md", "out")
     if names_in(options.out) and "verdict" not in read_json(options.out, "report.json"):
         raise UserError(f"--out {options.out}: holds files of others; give another folder.")
     platforms.find_devices()

@@ -25,7 +25,7 @@ from config import resume
 from config.flags import compare
 from config.parser import argument
 from logs.rows import read_rows
-from runtime.files import check_place, read_json, write_file
+from runtime.files import check_writable, read_json, write_file
 from runtime.messages import UserError, short, warn
 from tools import common
 from training.sizes import tokens_per_step
@@ -187,7 +187,7 @@ def main(options):
     output = options.output
     if not output.endswith((".png", ".svg", ".pdf")):
         raise UserError(f"--output {output}: must be a file that ends in .png, .svg or .pdf.")
-    check_place(output, "output")
+    check_writable(output, "output")
     groups = read_groups(options.runs)
     print(table(groups, options.marks, options.target))
     write_file(output, picture(groups, output[-3:]))

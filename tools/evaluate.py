@@ -18,7 +18,7 @@ from importlib.metadata import version
 
 import utils
 from runtime import interrupts
-from runtime.files import check_place, is_remote, to_json, write_file
+from runtime.files import check_writable, is_remote, to_json, write_file
 from runtime.messages import UserError, masked, warn
 from runtime.pulse import Pulse
 from shards import tokenization
@@ -160,7 +160,7 @@ def main(options):
     """Print and return the results, {"data": [dicts of `evaluate`], "tasks": those of lm_eval, if asked}."""
     if not options.data and not options.tasks:
         raise UserError("--data, --tasks: give at least one of them.")
-    check_place(options.output, "output")
+    check_writable(options.output, "output")
     with Pulse("opening the model", lines=False):
         cfg, mesh, params, encoding = common.open_model(options, bool(options.tasks))
     score = functools.partial(make_scorer(cfg, mesh, options.batch_size), params)

@@ -71,7 +71,7 @@ def import_folder(folder, run_dir):
     with appearing(run_dir) as part:
         tokenizer = f"{folder}/tokenizer.json"
         if os.path.isfile(tokenizer):
-            config["encoding"] = tokenization.keep_tokenizer(part, tokenizer)
+            config["encoding"] = tokenization.copy_tokenizer(part, tokenizer)
         else:
             say(f"warning: {folder} has no tokenizer.json, so the run can't turn text into tokens")
         checkpoints = checkpointing.Checkpoints(f"{part}/checkpoints", keep=1)
@@ -168,7 +168,7 @@ def export_tokenizer(folder, run_dir, m):
     else:
         begin = end = encoding.eot_token
     if isinstance(encoding, tokenization.HubTokenizer):
-        tokenization.keep_tokenizer(folder, encoding.path)
+        tokenization.copy_tokenizer(folder, encoding.path)
         keep_no_paths(f"{folder}/tokenizer_config.json")
     elif encoding:
         write_file(f"{folder}/tokenizer.json", byte_level(encoding).to_str(pretty=True))

@@ -256,7 +256,7 @@ def check_resume(n, mesh):
         checkpoints.save_running(2, 0, compiled.state, BadSteps(0))
         compiled.run(2)
         right = fingerprint(compiled.state)
-        compiled.state, _ = checkpoints.restore_or_begin()
+        compiled.state, _ = checkpoints.restore_or_init()
         checkpoints.close()
         compiled.run(2)
     if not np.array_equal(right, fingerprint(compiled.state)):

@@ -37,7 +37,7 @@ from logs.overfitting import evaluations, overfit_in
 from logs.rows import NAME, PARTS, join_rows, parts_in, read_files, rows_in
 from logs.runlog import SAMPLES, end_of
 from runtime import platforms
-from runtime.files import ask, check_ends, filesystem, is_remote, read_file, read_json, to_json
+from runtime.files import ask, check_not_pipe, filesystem, is_remote, read_file, read_json, to_json
 from runtime.locks import LOCK, is_held
 from runtime.messages import UserError, duration, first_line, one_sentence
 from tools import common
@@ -177,13 +177,13 @@ class Run:
             parts = [f"{PARTS}/{name}" for *_, name in parts_in(self.folder)]
             for name in (*SMALL, *parts):
                 path = f"{self.folder}/{name}"
-                check_ends(path)
+                check_not_pipe(path)
                 with contextlib.suppress(FileNotFoundError):
                     if os.path.getsize(path) > PIECE:
                         raise UserError(f"{path}: has more than {PIECE:,} bytes; remove it.")
 
     def _read_rows(self, path):
-        check_ends(path)
+        check_not_pipe(path)
         size = ask(path, "info")["size"]
         while self._read_piece(path, size):
             pass
@@ -655,7 +655,7 @@ def main(options):
     print(f"from another machine: {there}, then the same address there", flush=True)
     app = make_app(runs, Engine(options.batch_size))
     server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
-    server.capture_signals = contextlib.nullcontext  # those of `interrupts.begin` end it at once
+    server.capture_signals = contextlib.nullcontext  # those of `interrupts.install` end it at once
     server.run(sockets=[listener])
 
 

@@ -46,7 +46,7 @@ class RunCheckpoints(Checkpoints):
             mix_borders=list(mix_borders),
         )
 
-    def restore_or_begin(self):
+    def restore_or_init(self):
         """(state, meta) of the newest sound checkpoint; of step 0 where there are no checkpoints."""
         return self._running(self.restore(self.stored))
 

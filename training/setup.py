@@ -16,7 +16,7 @@ from logs.runlog import NoLog, RunLog
 from runtime import chips, installation, processes
 from runtime.messages import UserError, duration, say
 from shards.mixture import Mixture, data_fingerprint
-from shards.tokenization import keep_tokenizer
+from shards.tokenization import copy_tokenizer
 from training.evaluation import make_evaluate
 from training.optimizer import hyperparameters
 from training.sizes import batch_shape, count_in_words, tokens_in_words
@@ -134,7 +134,7 @@ def write_config(log, data, ends):
         "data_fingerprint": data.fingerprint,
         "commit": installation.commit(),
     }
-    config["encoding"] = keep_tokenizer(log.folder, data.train.tokenizer)
+    config["encoding"] = copy_tokenizer(log.folder, data.train.tokenizer)
     if ends:
         config["eos_token_id"] = ends
     log.write("config.json", config)

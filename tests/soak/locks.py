@@ -20,7 +20,7 @@ from unittest import mock
 
 from conftest import storage_server
 
-from runtime import files, interrupts, lock_places, locks
+from runtime import files, interrupts, lock_storage, locks
 from runtime.messages import Unavailable, UserError
 from tests.soak.programs import Case
 
@@ -291,12 +291,12 @@ def simulated(world, place):
         patch(locks, time=clock, threading=threads(world), remove_parts=remove_parts)
         patch(locks, is_alive=world.is_alive, this_process=world.this_process)
         patch(locks, say=world.note, warn=world.note)
-        patch(lock_places, os=Wrapped(os, **points), shutil=removes, open=opens)
+        patch(lock_storage, os=Wrapped(os, **points), shutil=removes, open=opens)
         patch(files, time=clock, warn=world.note)
         patch(interrupts, end=world.exit, given_back=[])
         if place == "no flock":
             patch(files, fcntl=Wrapped(fcntl, flock=no_locks))
-        for kind in (lock_places.Storage, lock_places.GoogleStorage, lock_places.S3):
+        for kind in (lock_storage.Storage, lock_storage.GoogleStorage, lock_storage.S3):
             for name in ("read", "write", "remove"):
                 if name in vars(kind):
                     patch(kind, **{name: remote(world, vars(kind)[name])})

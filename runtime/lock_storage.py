@@ -46,7 +46,7 @@ def holder_in(content, path):
     return UNKNOWN
 
 
-def place_of(path, holder):
+def open_storage(path, holder):
     """The place of a lock at a local path or remote address, for this holder."""
     if not is_remote(path):
         return LocalFolder(path, holder)
