@@ -82,7 +82,8 @@ def reduce_scatter(x, axis, dim):
 
 
 def sum_over(x, axes):
-    """Sum over mesh axes. In the differentiated path it is the last operation of the loss, and used nowhere else."""
+    """Sum over mesh axes: every device gets the whole sum. Transpose: `sum_over`, since a device's backward pass knows
+    the part of the sum's gradient that comes from its own use of the sum."""
     return lax.psum(x, axes)
 
 

@@ -24,6 +24,7 @@ class LayerCost(NamedTuple):
     products: int  # channels of attention's products, of all heads, without the last product
     branches: int  # matrices that lead into the feed-forward
     ffn_width: int  # hidden width of the dense feed-forward or of all shared experts; 0: none
+    summed: int = 0  # numbers of a token, in float32, that norms over heads sum over tp
 
 
 class Architecture(NamedTuple):
@@ -45,6 +46,10 @@ class Architecture(NamedTuple):
     learns_positions: bool = False  # whether its weights fix T
     # flags of the model -> n: `embed` also gets the rows of the n tokens before those that it embeds, [B, n + T, D]
     lookback: Callable = lambda m: 0
+    like: str = (
+        ""  # another architecture, as which its models are published but for what `published` says
+    )
+    published: dict = {}  # facts of its published models, which hf/ reads
 
     @property
     def stacks(self):

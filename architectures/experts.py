@@ -62,9 +62,9 @@ def router_logits(p, x):
     return jnp.dot(x, p["router"], precision="highest")
 
 
-def choose_experts(scores, wanted, m):
+def choose_experts(scores, wanted, m, normalize=True):
     """The k experts of each token that it wants most, [n, k], and their gates [n, k]: their scores, divided by their
-    sum, times routed_scaling. scores and wanted [n, E].
+    sum with `normalize`, times routed_scaling. scores and wanted [n, E].
 
     The gate of a single expert is its score, as in Switch Transformer (arXiv:2101.03961, equation 2): divided by itself
     it would be 1, and the router would learn nothing from the loss.
@@ -72,7 +72,7 @@ def choose_experts(scores, wanted, m):
     _, chosen = lax.top_k(wanted, m.experts_per_token)
     chosen_scores = jnp.take_along_axis(scores, chosen, -1)
     gates = m.routed_scaling * chosen_scores
-    if m.experts_per_token > 1:
+    if normalize and m.experts_per_token > 1:
         gates = gates / (chosen_scores.sum(-1, keepdims=True) + 1e-20)
     return chosen, gates
 

@@ -23,6 +23,7 @@ from collectives import (
     gather_weight,
     platform,
     scatter_sequence,
+    sum_over,
 )
 from kernels import attention as kernels
 from kernels import layouts
@@ -192,6 +193,27 @@ def rms_norm(x, scale, eps):
     square = jnp.mean(x32 * x32, -1, keepdims=True)
     inverse = lax.rsqrt(square + eps)
     return (x32 * inverse * scale).astype(x.dtype)
+
+
+def rms_norm_of_all_heads(x, scale, eps):
+    """`rms_norm` over the channels of all heads together, which tp splits: x [B, H/tp, T, K], scale [H/tp, K]."""
+    channels = x.shape[1] * x.shape[3] * lax.axis_size("tp")
+    square = sum_over(sum_of_squares(x), "tp") / channels  # [B, T]
+    return scale_to_square(x, square[:, None, :, None], scale[:, None], eps)
+
+
+@keep_inputs
+def sum_of_squares(x):
+    """x [B, H/tp, T, K] -> the sum of the squares of each token's channels [B, T], in float32."""
+    x32 = x.astype(jnp.float32)
+    return jnp.sum(x32 * x32, (1, 3))
+
+
+# not one function with `sum_of_squares`: what is computed again in the backward pass must not exchange anything
+@functools.partial(keep_inputs, static_argnums=3)
+def scale_to_square(x, square, scale, eps):
+    """x over the root of its mean `square`, times scale, in float32; returns x's dtype."""
+    return (x.astype(jnp.float32) * lax.rsqrt(square + eps) * scale).astype(x.dtype)
 
 
 def dropout(x, rate, tokens, place):

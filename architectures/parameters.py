@@ -100,9 +100,9 @@ def out_param(cfg, H, channels, std):
     return weight_param(cfg, sizes, std, "h k -> d", stored_along="d", **split_over_tp(cfg, "h"))
 
 
-def scale_param(**sizes):
-    """`Param` of a norm's scale, which begins at 1."""
-    return param(sizes, 0.0, start=1.0)
+def scale_param(split=None, **sizes):
+    """`Param` of a norm's scale, which begins at 1; `split` {dim: axes}."""
+    return param(sizes, 0.0, split, start=1.0)
 
 
 def bias_param(split=None, **sizes):

@@ -1,4 +1,12 @@
-"""Qwen3 (arXiv:2505.09388), dense and mixture-of-experts: parameters, layers, cache and costs."""
+"""Qwen3 (arXiv:2505.09388), dense and mixture-of-experts: parameters, layers, cache and costs.
+
+Families whose layers differ from these in the norm of queries and keys, or in the router, are made by `family` too:
+architectures/olmoe.py shows how.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 from jax import lax
@@ -56,13 +64,23 @@ def check_flags(cfg):
         )
 
 
-def qwen3_table(cfg):
-    """The parameter table of Qwen3. Its weights begin as those of architectures/deepseek.py do (`std_into`,
-    `std_back`); norms start at 1."""
+class HeadNorm(NamedTuple):
+    """How a family normalizes queries and keys."""
+
+    scale: Callable  # (H, K) -> `Param` of its scale, for H heads of K channels
+    norm: Callable  # (x [B, H/tp, T, K], scale, eps) -> x
+
+
+EACH_HEAD = HeadNorm(lambda H, K: scale_param(k=K), rms_norm)
+
+
+def family_table(cfg, name, head_norm):
+    """The parameter table of a family: its layers are stacked at `name`. Weights begin as those of
+    architectures/deepseek.py do (`std_into`, `std_back`); norms start at 1."""
     m = cfg.model
     D = m.model_dimension
     std = std_into(D)
-    layer = attention_table(cfg) | dict(norm=scale_param(d=D))
+    layer = attention_table(cfg, head_norm) | dict(norm=scale_param(d=D))
     if m.n_experts:
         back = std_back(m.expert_width, m.blocks)
         sizes = dict(d=D, e=m.n_experts)
@@ -71,14 +89,14 @@ def qwen3_table(cfg):
     else:
         back = std_back(m.ffn_width, m.blocks)
         layer["ffn"] = feed_forward_table(cfg, m.ffn_width, std, back)
-    return dict(
-        embedding=embedding_param(cfg, m.padded_vocab, std, used=m.vocab_size),
-        qwen3=stack(layer, blocks=m.blocks),
-        norm=scale_param(d=D),
-    )
+    return {
+        "embedding": embedding_param(cfg, m.padded_vocab, std, used=m.vocab_size),
+        name: stack(layer, blocks=m.blocks),
+        "norm": scale_param(d=D),
+    }
 
 
-def attention_table(cfg):
+def attention_table(cfg, head_norm):
     """Grouped-query attention: `kv` holds keys and values of n_kv_head heads."""
     m = cfg.model
     D, H, K = m.model_dimension, m.n_head, m.key_dim
@@ -89,14 +107,15 @@ def attention_table(cfg):
         attention_norm=scale_param(d=D),
         q=weight_param(cfg, q, std, "d -> h k", **by_heads),
         kv=weight_param(cfg, kv, std, "d -> h k", **by_heads),
-        q_norm=scale_param(k=K),
-        k_norm=scale_param(k=K),
+        q_norm=head_norm.scale(H, K),
+        k_norm=head_norm.scale(m.kv_heads, K),
         out=out_param(cfg, H, K, std_back(H * K, m.blocks)),
     )
 
 
-def attention(p, x, tokens, m, cache):
-    """Grouped-query attention (arXiv:2305.13245) with normalized, rotated queries and keys, tensor-parallel over heads.
+def attention(p, x, tokens, m, cache, norm):
+    """Grouped-query attention (arXiv:2305.13245) with rotated queries and keys, tensor-parallel over heads. norm: of
+    `HeadNorm`, for queries and keys.
 
     x [B, T/tp, D] -> [B, T/tp, D] and the cache, [B, T_max, 2, H_kv/tp, K] or None.
     """
@@ -107,9 +126,9 @@ def attention(p, x, tokens, m, cache):
     v = product("btd,dhk->bhtk", x, p["kv"][:, 1])
 
     frequencies = rotary_frequencies(m.key_dim, m.rope_base)
-    q = rms_norm(q, p["q_norm"], m.norm_eps)
+    q = norm(q, p["q_norm"], m.norm_eps)
     q = rotate(q, position[:, None], frequencies)
-    k = rms_norm(k, p["k_norm"], m.norm_eps)
+    k = norm(k, p["k_norm"], m.norm_eps)
     k = rotate(k, position[:, None], frequencies)
     return attend_to_heads(q, k, v, position, p["out"], tokens, m, cache)
 
@@ -121,17 +140,18 @@ def softmax_router(p, x, m):
     return scores, *choose_experts(scores, lax.stop_gradient(scores), m)
 
 
-def qwen3_layer(p, x, tokens, m, cache):
-    """Qwen3's layer, pre-norm. x [B, T/tp, D] -> x, (`Load`, cache)."""
+def layer(p, x, tokens, m, cache, norm, router):
+    """Grouped-query attention, then a dense feed-forward or routed experts, pre-norm. norm: of `HeadNorm`; router: of
+    `routed_experts`. x [B, T/tp, D] -> x, (`Load`, cache)."""
     load = no_load(m.n_experts)
     with jax.named_scope("attention"):
         h = rms_norm(x, p["attention_norm"], m.norm_eps)
-        out, cache = attention(p, h, tokens, m, cache)
+        out, cache = attention(p, h, tokens, m, cache, norm)
         x = x + dropout(out, m.dropout_rate, tokens, AFTER_ATTENTION)
     with jax.named_scope("experts" if m.n_experts else "feed_forward"):
         h = rms_norm(x, p["norm"], m.norm_eps)
         if m.n_experts:
-            out, load = routed_experts(p, h, m, tokens.split, softmax_router)
+            out, load = routed_experts(p, h, m, tokens.split, router)
         else:
             out = feed_forward(p["ffn"], h, tokens, m)
         x = x + dropout(out, m.dropout_rate, tokens, AFTER_FEED_FORWARD)
@@ -153,15 +173,22 @@ def layer_cost(m, kind):
     )
 
 
-ARCHITECTURE = Architecture(
-    table=qwen3_table,
-    layers=dict(qwen3=qwen3_layer),
-    last="qwen3",
-    embed=lambda top, x, position: x,
-    norm=rms_norm,
-    cache=key_value_cache,
-    layer_cost=layer_cost,
-    flags=FLAGS,
-    fixed=dict(activation="swiglu"),
-    check=check_flags,
-)
+def family(name, head_norm=EACH_HEAD, router=softmax_router, **others):
+    """`Architecture` of a family whose layers are Qwen3's, but for the norm of queries and keys and for the router.
+    others: fields of `Architecture` in which it differs too."""
+    fields = dict(
+        table=functools.partial(family_table, name=name, head_norm=head_norm),
+        layers={name: functools.partial(layer, norm=head_norm.norm, router=router)},
+        last=name,
+        embed=lambda top, x, position: x,
+        norm=rms_norm,
+        cache=key_value_cache,
+        layer_cost=layer_cost,
+        flags=FLAGS,
+        fixed=dict(activation="swiglu"),
+        check=check_flags,
+    )
+    return Architecture(**fields | others)
+
+
+ARCHITECTURE = family("qwen3")

@@ -1,11 +1,14 @@
 """The Hugging Face format of an architecture: which tensor is which parameter, and what config.json holds."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
+import utils
+from architectures import architecture
 from config.stored import read_values
 from runtime.messages import UserError
 
@@ -78,6 +81,13 @@ class Tensor(NamedTuple):
         return np.concatenate([others, reordered], -1)
 
 
+def table_of(m):
+    """The parameter table of a utils.Model, with its shapes in the tree, on one device."""
+    cfg = dataclasses.replace(utils.Config(), model=m)
+    cfg = utils.replace(cfg, n_device_axis=(1, 1, 1))
+    return architecture(m.architecture).table(cfg)
+
+
 def linear(name, leaf, at, part, inputs=1, rotated=0):
     """`Tensor` of a torch Linear's weight. The first `inputs` dims of our part are what the Linear takes in."""
     columns = math.prod(part[:inputs])
@@ -137,6 +147,7 @@ NULL = dict(
     n_inner=0,
     n_shared_experts=0,
     q_lora_rank=0,
+    num_key_value_heads=0,
     n_group=1,
     topk_group=1,
     tie_word_embeddings=False,

@@ -1,4 +1,5 @@
-"""The Hugging Face format of each architecture that has one: `FORMAT` in the file of this folder with its name."""
+"""The Hugging Face format of each architecture that has one: `FORMAT` in the file of this folder with its name, or what
+the file of the architecture that it is `like` makes of what it has `published`."""
 
 import importlib
 import importlib.util
@@ -9,9 +10,13 @@ from runtime.messages import UserError
 
 def format_of(name):
     """`HuggingFace` of the architecture of that name, or None where it has none."""
-    if importlib.util.find_spec(f"hf.{name}") is None:
+    arch = architectures.architecture(name)
+    map_name = arch.like or name
+    if importlib.util.find_spec(f"hf.{map_name}") is None:
         return None
-    module = importlib.import_module(f"hf.{name}")
+    module = importlib.import_module(f"hf.{map_name}")
+    if arch.like:
+        return module.format_like(arch.published)
     return getattr(module, "FORMAT", None)
 
 

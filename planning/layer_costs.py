@@ -146,6 +146,7 @@ def sent_by(layer, n):
         ("reduce-scatter", attention_out, again),
         ("all-to-all", exchanged, 2 + again),
         ("all-reduce", choices, 1 + again),
+        ("all-reduce", 4 * s.tokens * cost.summed, 2 + again),
     ):
         found += transfers(s, kind, "tp", whole, n * times)
     if layer.rows:

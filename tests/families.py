@@ -87,6 +87,11 @@ FAMILIES = {
         },
         plan=MEGATRON,
     ),
+    "olmoe": Family(
+        flags_without_choice("olmoe") | given("--n_kv_head 4 --n_head 8 --rope_base 3e4 --no_tied"),
+        sizes={"olmoe": given("--balance_weight 0 --expert_dim 20 --experts_per_token 3")},
+        plan=MEGATRON,
+    ),
 }
 # {name: flags} of one small model of each family
 ARCHITECTURES = {name: family.small for name, family in FAMILIES.items()}
