@@ -143,10 +143,10 @@ class Step:
         cfg = utils.replace(self.cfg, profile="1:3", output_dir=self.out, name="step")
         compiled = self.compile(cfg)
         compiled.run(1)  # the first is slower
-        profile = Profile(cfg, 0)
-        profile.begin(1, compiled.step, lambda: None)
+        profile = Profile(cfg, 0, compiled.step, lambda: None)
+        profile.start_if_due(1)
         compiled.run(3)
-        profile.note(3)
+        profile.step_done(3)
         profile.close()
         opened = trace.open_trace(cfg.run.folder)
         found = trace.Shares(opened)
