@@ -12,9 +12,8 @@ from runtime import interrupts
 
 def cli():
     """Read the command line and train, or plan with --plan. The process ends here, with its exit status."""
-    interrupts.install(
-        interrupts.NOTHING_LOST
-    )  # from here on Ctrl-C is answered in a sentence, during imports too
+    # from here on Ctrl-C is answered in a sentence, during imports too
+    interrupts.install(interrupts.NOTHING_LOST)
     from config import command_line
     from config.checks import check_processes
     from runtime import platforms

@@ -7,7 +7,9 @@ the work, and takes any others.
 """
 
 if __name__ == "__main__" and not __package__:
-    import begin
+    import startup
+
+    startup.prepare()
 
 import json
 import os

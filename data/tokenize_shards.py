@@ -9,7 +9,9 @@ last whole shard, as OUTPUT/progress.npz tells it.
 """
 
 if __name__ == "__main__" and not __package__:
-    import begin
+    import startup
+
+    startup.prepare()
 
 import functools
 import os

@@ -4,7 +4,9 @@ python data/train_tokenizer.py --source stdlib --vocab_size 8192 --output data/s
 """
 
 if __name__ == "__main__" and not __package__:
-    import begin
+    import startup
+
+    startup.prepare()
 
 import hashlib
 import os

@@ -53,8 +53,9 @@ def heeded():
 
 
 def install(words="interrupted"):
-    """What every program begins with. A signal ends the process, with these words, as soon as the main thread is in
-    Python, while it imports; one that the program spawned ends without a word. A missing package ends it too."""
+    """What every program calls first. From now on a signal ends the process with these words, as soon as the main
+    thread is in Python, also in the middle of an import. A process that the program spawned ends without a word. A
+    package that is missing ends the program with a sentence, too."""
     words = "" if "__mp_main__" in sys.modules else words
     for number in heeded():
         signal.signal(number, lambda number, _: end(128 + number, words))
@@ -72,7 +73,7 @@ def install(words="interrupted"):
 
 
 def run(program):
-    """What every program ends with: run `program()` and end the process, with the status that it returns or 0, or as
+    """What every program calls last: run `program()` and end the process, with the status that it returns or 0, or as
     `messages.one_sentence` does. A signal ends it at once, with a word: libraries that are being imported or that wait
     for threads would make a KeyboardInterrupt something else."""
     import multiprocessing

@@ -7,9 +7,13 @@ On CPUs they take turns, a round of a few steps each, so that other load on the 
 """
 
 if __name__ == "__mp_main__":
-    from tools import begin
+    from tools import startup
+
+    startup.prepare()
 elif not __package__:
-    import begin
+    import startup
+
+    startup.prepare()
 
 import math
 import multiprocessing

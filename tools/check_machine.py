@@ -6,7 +6,9 @@ It needs neither data nor flags, and runs on one host. The page is written anew 
 """
 
 if not __package__:
-    import begin
+    import startup
+
+    startup.prepare()
 
 import contextlib
 import math

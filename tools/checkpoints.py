@@ -6,7 +6,9 @@ It needs no accelerator, and may look at a run that is in progress. To delete a 
 """
 
 if not __package__:
-    import begin
+    import startup
+
+    startup.prepare()
 
 import os
 from dataclasses import dataclass

@@ -7,7 +7,9 @@ Runs whose names differ in their end -seedN alone are one line: their mean and i
 """
 
 if not __package__:
-    import begin
+    import startup
+
+    startup.prepare()
 
 import io
 import math

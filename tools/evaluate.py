@@ -7,7 +7,9 @@ Standard errors treat tokens as drawn in clusters: the sequences of shards, the 
 """
 
 if not __package__:
-    import begin
+    import startup
+
+    startup.prepare()
 
 import functools
 import math

@@ -8,7 +8,9 @@ python tools/hf.py push runs/deepseek-tiny user/name       checkpoint -> reposit
 """
 
 if not __package__:
-    import begin
+    import startup
+
+    startup.prepare()
 
 import functools
 import math

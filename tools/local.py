@@ -7,7 +7,9 @@ nothing is named, Python's standard library is. Then main.py takes this process 
 """
 
 if __name__ == "__main__" and not __package__:
-    import begin
+    import startup
+
+    startup.prepare()
 
 import glob
 import math

@@ -7,7 +7,9 @@ It reads and never writes in the runs, which may be those of others. /v1/complet
 """
 
 if not __package__:
-    import begin
+    import startup
+
+    startup.prepare()
 
 import contextlib
 import functools

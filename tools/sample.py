@@ -8,7 +8,9 @@ speeds go to stderr.
 """
 
 if not __package__:
-    import begin
+    import startup
+
+    startup.prepare()
 
 import dataclasses
 import itertools

@@ -6,7 +6,9 @@ It reads what jax's profiler recorded and the compiled program that lies beside 
 """
 
 if not __package__:
-    import begin
+    import startup
+
+    startup.prepare()
 
 import fnmatch
 import functools
