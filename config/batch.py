@@ -6,7 +6,7 @@ from config.checks import check
 from runtime.messages import UserError
 from utils import flatten, replace
 
-# How a replica's share of the global batch is cut up, which changes no more than rounding.
+# How a replica's share of the global batch is divided, which changes no more than rounding.
 SPLIT = {"train_batch_size", "accumulation_steps", "microbatches", "microbatch_size"}
 
 
@@ -146,4 +146,5 @@ def cut_replica(cfg, given, accumulation):
 
 
 def divisors(n):
+    """The numbers that divide n, in order."""
     return [d for d in range(1, n + 1) if n % d == 0]

@@ -1,4 +1,7 @@
-"""The command line: flags to a `utils.Config`, and one sentence for what does not parse. No jax in here."""
+"""The command line of main.py: words, a file of flags and a preset to `Flags`. No jax in here.
+
+config/parser.py reads the words; afterwards config/settle.py settles what nobody gave.
+"""
 
 import os
 import re
@@ -23,7 +26,7 @@ from utils import Config, Plan, Run, replace
 # What the file of a run holds beside flags, and the flags that belong to one launch of it.
 NO_FLAGS = {"data_fingerprint", "commit", "encoding", "end_of_text", "eos_token_id", "config"}
 NO_FLAGS |= {"positions", "revision", "coordinator", "num_processes", "process_id"}
-# What a run has of the machine that it ran on: its mesh, and how its batches were cut up for that.
+# What a run has of the machine that it ran on: its mesh, and how its batches were divided for that.
 OF_A_MACHINE = {"n_device_axis", "n_devices", "pp_interleave", "val_batch_size"}
 OF_A_MACHINE |= SPLIT - {"microbatch_size"}
 # The --preset that prints them all.
@@ -70,7 +73,7 @@ def parse(argv, load=load_tokenizer, elsewhere=False):
     of_plan = [flag for flag, value in vars(cfg.plan).items() if value]
     if of_plan and not cfg.plan.plan:
         raise UserError(f"--{of_plan[0]}: needs --plan beside it, with a machine such as v4:2x4x4.")
-    return follow_tokenizer(Flags(cfg, frozenset(given)), load)
+    return with_vocabulary(Flags(cfg, frozenset(given)), load)
 
 
 def preset_table():
@@ -98,7 +101,8 @@ def flags_of_file(path, beside):
     try:
         content = read_json(path)
     except UserError as e:
-        e.flag, e.remedy = "config", "give a JSON file, such as runs/tiny/config.json"
+        if e.value == path:  # not storage that fails
+            e.flag, e.remedy = "config", "give a JSON file, such as runs/tiny/config.json"
         raise
     if not content:
         raise UserError(
@@ -136,10 +140,11 @@ def alike(cfg):
     return installation.facts() | {f"--{flag}": value for flag, value in flags.items()}
 
 
-def follow_tokenizer(flags, load):
-    """`flags` with the vocabulary of --tokenizer. Raises UserError where a given one is too small; that of weights may
-    be."""
-    name, size = flags.cfg.data.tokenizer, flags.cfg.model.vocab_size
+def with_vocabulary(flags, load):
+    """`flags` with the vocabulary of --tokenizer. Raises UserError where a given one is too small. That of weights may
+    be: published tokenizers have tokens that no text becomes."""
+    name = flags.cfg.data.tokenizer
+    size = flags.cfg.model.vocab_size
     encoding = load(name) if name else None
     if encoding is None:
         return flags

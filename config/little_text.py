@@ -1,4 +1,4 @@
-"""Little text: shorter sequences, fewer of them in a step, where the shards hold too little for those of the preset."""
+"""Little text: where the shards hold too little for the preset's sequences, these get shorter, and batches smaller."""
 
 import os
 
@@ -13,15 +13,15 @@ EPOCH = 8
 
 def sizes(flags, found):
     """{flag: value} of shorter sequences, and of fewer of them in a step and in a validation batch, where the shards
-    hold too little text for those of the preset. What was given stays, and what the run has that is resumed.
+    hold too little text for those of the preset. What was given stays.
 
     Of 3 KB, which are 1,800 tokens to train on and 200 to validate on, `tiny` makes sequences of 32 tokens and not of
     128, 54 and 6 of them, and steps of 4 and not of 16: an epoch has 13. It is the same on every mesh whose dp x pp
     divides these batches; on others they are larger.
     """
     cfg, given = flags
-    if found.resumes:
-        return dict(T=found.stored.get("T", cfg.model.T))
+    if found.resumes:  # which keeps its own
+        return {}
     shards = found.shards
     splits = {os.path.basename(folder) for _, folder, _ in shards}
     if splits != {"train", "val"} or not all(manifest for *_, manifest in shards):
@@ -40,7 +40,7 @@ def sizes(flags, found):
 
 
 def shorter(cfg, shards):
-    """--T, halved until the shards hold sequences enough."""
+    """--T, halved until the shards hold enough sequences."""
     dp, pp, tp = cfg.run.n_device_axis
     T = cfg.model.T
     shortest = SHORTEST
@@ -62,7 +62,7 @@ def sequences_in(shards, T):
 
 
 def enough(shards, T, fewest_val):
-    """Whether shards hold sequences of T tokens enough to train and to validate, and each corpus one."""
+    """Whether shards hold enough sequences of T tokens to train and to validate, and each corpus at least one."""
     held = sequences_in(shards, T)
     if held["train"] < FEWEST["train"] or held["val"] < fewest_val:
         return False
@@ -77,9 +77,7 @@ def halved(size, even, most):
 
 
 def tell(flags, settled, found):
-    """What `sizes` changed, in words; "" for a run that keeps its own."""
-    if found.resumes:
-        return ""
+    """What `sizes` changed, in words, or ""."""
     before, now = flags.cfg, settled.cfg
     T, G, val = now.model.T, now.data.global_batch_size, now.data.val_batch_size
     changed = []

@@ -1,6 +1,6 @@
-"""The run that is there already: what it stored, what it keeps, and what may change as it resumes.
+"""A run that exists already: what it stored, what it keeps, and what may change when it resumes.
 
-Whether a flag may change is said at its field (`utils.py`, on_resume); here that is checked and told.
+Whether a flag may change is said at its field (`utils.py`, on_resume); here that is checked, and a change is reported.
 """
 
 import contextlib
@@ -14,9 +14,14 @@ from runtime.files import names_in, read_json
 from runtime.messages import UserError, say
 from utils import flags_with, flatten
 
-# Of config.json, beside what a run keeps: these tell its batch, and `data` where it was read.
-NEEDED_TO_RESUME = {"train_batch_size", "val_batch_size", "accumulation_steps", "n_device_axis"}
-NEEDED_TO_RESUME |= {"data"}
+# Of config.json, beside the flags that a run keeps: the first four give its batch, and messages name `data`.
+NEEDED_TO_RESUME = {
+    "train_batch_size",
+    "val_batch_size",
+    "accumulation_steps",
+    "n_device_axis",
+    "data",
+}
 # {flag: values that meant another model before `utils.Model.revision` 1}
 CHANGED = dict(
     latent_conv=range(1, 65),  # weighed each channel of a rotary key apart
@@ -67,13 +72,19 @@ def global_batches(stored):
 
 
 def check_resumable(cfg, stored):
-    """Raises UserError where what `stored` describes is no run, or is damaged."""
+    """Raises UserError where `stored` is no config.json of a run, or a damaged one."""
     r = cfg.run
     if "data_fingerprint" not in stored:
         said = "this run holds weights alone"
         remedy = f"begin another from them with --init_from {r.folder}"
         raise UserError(said, flag="name", value=r.name, remedy=remedy)
     check_stored(stored, r.folder, NEEDED_TO_RESUME)
+
+
+def stored_model(flags, found):
+    """{flag: value} of what the shards and the devices of today would settle otherwise."""
+    settled_by_others = {"model_dtype", "vocab_size", "T"}
+    return {flag: found.stored[flag] for flag in settled_by_others & found.stored.keys()}
 
 
 def stored_batch(flags, found):
@@ -145,7 +156,8 @@ def to_resume(cfg, fingerprint):
 
 
 def other_flags(cfg, kept):
-    """In words: flags of the model that `cfg` has not as a checkpoint, with which {flag: value} or None was saved."""
+    """In words: the model flags in which `cfg` differs from the {flag: value} with which a checkpoint was saved. kept:
+    these, or None where it does not say."""
     now = without(free_of_weights(cfg.model.architecture), vars(cfg.model))
     return changes(kept or {}, now, now)
 

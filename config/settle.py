@@ -34,10 +34,10 @@ def of_weights(flags, found):
 
 
 def model_dtype(flags, found):
-    """That of the run that is resumed; else float32 on a device without products in bfloat16."""
-    if "model_dtype" in found.stored:
-        return dict(model_dtype=found.stored["model_dtype"])
-    return dict(model_dtype="float32") if chips.in_float32_only(found.device_kind) else {}
+    """float32 on a device without products in bfloat16."""
+    if "model_dtype" in found.stored or not chips.in_float32_only(found.device_kind):
+        return {}
+    return dict(model_dtype="float32")
 
 
 def tell_dtype(flags, settled, found):
@@ -51,12 +51,10 @@ def tell_dtype(flags, settled, found):
 
 
 def vocab_size(flags, found):
-    """That of the run that is resumed, or of the tokenizer of the shards, unless flags or weights have one. A preset's
-    that is larger by padding alone stays."""
+    """That of the tokenizer of the shards, unless flags, weights or a stored run have one. A preset's that is larger by
+    padding alone stays."""
     now = flags.cfg.model.vocab_size
-    if found.resumes:
-        return dict(vocab_size=found.stored.get("vocab_size", now))
-    if flags.given & {"vocab_size", "tokenizer"} or flags.cfg.run.init_from:
+    if found.resumes or flags.given & {"vocab_size", "tokenizer"} or flags.cfg.run.init_from:
         return {}
     _, size = largest_vocabulary(found.shards)
     is_padded = size <= now < PADDING * size
@@ -161,23 +159,26 @@ def end_of_text(flags, found):
 
 
 class Rule(NamedTuple):
-    """How some flags are settled."""
+    """How some flags are settled. flags: their names, or the section of a Config that they are in."""
 
     flags: str
-    values: Callable  # (Flags, Found) -> {flag: value}, {} where the rule does not apply. May raise UserError
+    # (Flags, Found) -> {flag: value}; {} where the rule does not apply. It may raise UserError.
+    values: Callable
     why: str
-    is_final: bool = False  # whether the values count as given: no later rule changes them; else what was given stays
-    tell: Callable | None = (
-        None  # (Flags before, Flags after, Found) -> what is printed of it, or ""
-    )
+    # False: only flags that were not given get their values. True: all do, and they count as given from then on, so no
+    # later rule changes them. Such a rule keeps a given value itself, or refuses it.
+    is_final: bool = False
+    # (Flags before, Flags after, Found) -> what is printed about it, or ""
+    tell: Callable | None = None
 
 
 # What needs no devices. The weights come first: what follows depends on their architecture.
 MODEL_RULES = (
-    Rule("the model's flags", of_weights, "weights have the shapes of their own model"),
+    Rule("model", of_weights, "weights have the shapes of their own model"),
+    Rule("model_dtype vocab_size T", resume.stored_model, "a run is one model to its end"),
     Rule("model_dtype", model_dtype, "bfloat16 costs time where it is emulated", tell=tell_dtype),
     Rule("vocab_size", vocab_size, "the model must know each token id", tell=tell_vocabulary),
-    Rule("the model's flags", absent_flags, "the preset's are those of another architecture"),
+    Rule("model optimizer", absent_flags, "the preset's are those of another architecture"),
     Rule("experts_per_token", experts_per_token, "--n_experts alone must not be refused"),
     Rule("end_steps decay_steps warmup_steps", schedule, "a rate comes down by the end of a run"),
 )

@@ -355,7 +355,7 @@ def check_not_pipe(path):
     with contextlib.suppress(OSError):  # whoever reads it will say so
         kind = os.stat(path).st_mode
         if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):
-            raise UserError(f"{path}: is a pipe or a device; put a file there.")
+            raise UserError("is a pipe or a device", value=path, remedy="put a file there")
 
 
 def read_file(path):
@@ -366,7 +366,7 @@ def read_file(path):
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as e:
-        raise UserError(f"{path}: cannot be read ({e.strerror or e}).") from None
+        raise UserError(f"cannot be read ({e.strerror or e})", value=path) from None
 
 
 def read_json(*path):

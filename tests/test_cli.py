@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import pickle
 import random
 import re
 import subprocess
@@ -903,6 +904,41 @@ def test_samples_fit_in_short_sequences_unless_their_length_was_given():
     assert fitted(8, "max_tokens", max_tokens=6) == (6, whole[:2])
     for given in ("max_tokens", "prompt"):
         refusal(lambda: fitted(5, given), f"--{given}", "--T 5")
+
+
+@pytest.mark.parametrize("words", ["--preset tiny", "--architecture qwen3", "--preset gpt2-tiny"])
+def test_a_rule_settles_the_flags_that_it_names(words):
+    """Of a new run, of one that is resumed, and of one that begins with weights."""
+    stored = settle.settle(command_line.parse(["--preset", "tiny"]), Found(2))
+    weights = vars(stored.model) | dict(n_head=8)
+    stored = json.loads(json.dumps(utils.flatten(stored) | dict(data_fingerprint="x")))
+    if "--architecture" in words:  # other weights are refused
+        weights = {}
+    for more in ({}, dict(stored=stored), dict(weights=weights)):
+        found = Found(2, shards=little(1800, 200), is_data_open=True, encoding=BYTES, **more)
+        flags = command_line.parse(words.split())
+        for rule in settle.RULES:
+            named = rule.flags.split()
+            sections = [vars(getattr(flags.cfg, name)) for name in named if name in utils.GROUPS]
+            named = set(named).union(*sections)
+            values = rule.values(flags, found)
+            assert values.keys() <= named, rule
+            flags = settle.apply([rule], flags, found)
+
+
+def test_an_error_is_worded_with_the_names_that_its_user_knows():
+    def error():
+        return messages.UserError("must divide {n_head}", flag="n_kv_head", value=5, n_head=8)
+
+    assert str(error()) == "--n_kv_head 5: must divide --n_head 8."
+    theirs = error().renamed("a.json", n_kv_head="num_kv_heads", n_head="num_heads")
+    assert str(theirs) == "a.json: num_kv_heads 5: must divide num_heads 8."
+    assert str(pickle.loads(pickle.dumps(theirs))) == str(theirs), "workers send them"
+    assert str(messages.UserError("is {odd}", flag="source", value="a{b}")) == (
+        "--source a{b}: is {odd}."
+    )
+    hidden = messages.UserError("fails", flag="data", value="https://user:word@host/x")
+    assert "word" not in str(hidden)
 
 
 MACHINES = [  # files in /dev, packages, vendor, the accelerator that is found, the platform that is used
