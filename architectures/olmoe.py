@@ -31,7 +31,12 @@ def layer_cost(m, kind):
 def check_flags(cfg):
     """Raises UserError for flags that do not fit each other."""
     if not cfg.model.n_experts:
-        raise UserError("--n_experts 0: must be at least 1 for --architecture olmoe.")
+        raise UserError(
+            "must be at least 1 for {architecture}",
+            flag="n_experts",
+            value=0,
+            architecture="olmoe",
+        )
     qwen3.check_flags(cfg)
 
 

@@ -24,7 +24,9 @@ def format_to_export(name):
     """`HuggingFace` of an architecture. Raises UserError where it has none."""
     form = format_of(name)
     if form is None:
-        raise UserError(f"--architecture {name}: its models have no Hugging Face format here.")
+        raise UserError(
+            "its models have no Hugging Face format here", flag="architecture", value=name
+        )
     return form
 
 
