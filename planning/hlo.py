@@ -3,6 +3,7 @@
 XLA's cost_analysis() counts the body of a loop once; here everything is multiplied by the trip counts around it.
 """
 
+import dataclasses
 import itertools
 import math
 import re
@@ -206,6 +207,17 @@ def viewed(op):
     return op
 
 
+@dataclasses.dataclass
+class Scope:
+    """A computation that is being walked through, such as the body of a loop."""
+
+    times: int  # how often it runs in a step
+    in_flight: dict = dataclasses.field(
+        default_factory=dict
+    )  # {name: [[(axes, kind), seconds left]]}, oldest first
+    spare: float = 0.0  # seconds of computation in one run that hide nothing in it
+
+
 class Timeline:
     """What one device does in a step whose optimized HLO is `text`, and how long it computes and waits.
 
@@ -215,7 +227,7 @@ class Timeline:
     the bytes that an operation of a GPU reads and writes; and link_seconds(axes, kind, n_bytes, n) of a transfer.
 
     Computation between the start of a transfer and the wait for it hides that transfer. Each second of computation
-    hides one transfer alone, the one that began first. The rest is exposed.
+    hides one transfer alone, the one that started first. The rest is exposed.
     """
 
     def __init__(self, text, mesh, slices):
@@ -231,26 +243,25 @@ class Timeline:
         self.products = 0.0  # seconds of operations with matrix products
         self.others = 0.0  # and of all others
         self.exposed = defaultdict(float)  # {(axes, kind): seconds that the device waits}
-        self.times, self.flying, self.spare = 1, {}, 0.0
+        self.scope = Scope(1)
         self.run("ENTRY", 1)
 
     def run(self, name, times):
-        """Add a computation that runs `times` times; returns the seconds of one run that hide nothing in it."""
-        around = self.times, self.flying, self.spare
-        # flying: {name: [[(axes, kind), seconds left]]}, the first to begin first
-        self.times, self.flying, self.spare = times, {}, 0.0
+        """Add a computation that runs `times` times. Returns the seconds of one run that hide nothing in it: they can
+        hide what is in flight outside it."""
+        outer = self.scope
+        inner = self.scope = Scope(times)
         self.visit(name)
-        for transfer in list(self.flying):
+        for transfer in list(inner.in_flight):
             self.wait(transfer)
-        spare = self.spare
-        self.times, self.flying, self.spare = around
-        return spare
+        self.scope = outer
+        return inner.spare
 
     def visit(self, name, fused=None):
         """Add a computation; returns the operations of its matrix products.
 
         Inside a fusion, `fused` is the set of collectives that fusions before it have parts of: one that runs beside
-        several fusions is part of each. Operations outside fusions are in the order in which a device begins them.
+        several fusions is part of each. Operations outside fusions are in the order in which a device starts them.
         """
         ops = self.comps.get(name, [])
         flops = 0
@@ -260,9 +271,9 @@ class Timeline:
             kind = op.kind.removesuffix("-start")
             own = 0
             if kind in COLLECTIVES:
-                self.begin_collective(op, kind, fused)
+                self.start_collective(op, kind, fused)
             elif kind == "send" and "megascale" in op.rest:
-                self.begin_send(op)
+                self.start_send(op)
             elif kind.endswith("-done"):
                 self.wait(op.inputs[0].name)
             elif is_product(op):
@@ -270,7 +281,7 @@ class Timeline:
             elif kind == "while":
                 n = self.trip_count(op)
                 body = re.search(r"body=%?([\w.\-]+)", op.rest)[1]
-                self.hide(n * self.run(body, n * self.times))
+                self.hide(n * self.run(body, n * self.scope.times))
             elif kind == "fusion":
                 own = sum(self.visit(callee, beside) for callee in CALLED.findall(op.rest))
             elif kind == "call":
@@ -314,7 +325,7 @@ class Timeline:
                 trips.append(numbers(op.rest)[0])
         return max(trips)
 
-    def begin_collective(self, op, kind, fused):
+    def start_collective(self, op, kind, fused):
         axes, n = group_axes(op, self.mesh)
         found = CHAIN.search(op.rest)
         chain = found[1] if found else ""
@@ -323,39 +334,40 @@ class Timeline:
                 return
             fused.add(chain)
         waited = op.kind.endswith("-start") and '"is_sync":true' not in op.rest
-        self.begin(axes, kind, sent_bytes(op, n), n, op.name if waited else chain)
+        self.start(axes, kind, sent_bytes(op, n), n, op.name if waited else chain)
 
-    def begin_send(self, op):
+    def start_send(self, op):
         """Add what a "send" to the host takes to other slices."""
         share = self.slices - 1
         if "ALL_TO_ALL" in op.rest:
             share /= self.slices
         n_bytes = size(op.type) * share  # beside the array: its place in the host, a number
-        self.begin((self.across,), ACROSS, n_bytes, self.slices, op.name)
+        self.start((self.across,), ACROSS, n_bytes, self.slices, op.name)
 
-    def begin(self, axes, kind, n_bytes, n, name):
-        """Begin a transfer of n_bytes by each of n devices. name: by which a `wait` knows it; "": it comes at once."""
+    def start(self, axes, kind, n_bytes, n, name):
+        """Start a transfer of n_bytes by each of n devices. name: by which a `wait` knows it; "": it is waited for at
+        once."""
         seconds = self.link_seconds(axes, kind, n_bytes, n)
         entry = self.collectives[axes, kind]
-        entry[0] += n_bytes * self.times
-        entry[1] += self.times
-        entry[2] += seconds * self.times
-        self.flying.setdefault(name, []).append([(axes, kind), seconds])
+        entry[0] += n_bytes * self.scope.times
+        entry[1] += self.scope.times
+        entry[2] += seconds * self.scope.times
+        self.scope.in_flight.setdefault(name, []).append([(axes, kind), seconds])
         if not name:
             self.wait(name)
 
     def wait(self, name):
         """Expose what is left of the transfers of a name."""
-        for key, left in self.flying.pop(name, ()):
-            self.exposed[key] += left * self.times
+        for key, left in self.scope.in_flight.pop(name, ()):
+            self.exposed[key] += left * self.scope.times
 
     def hide(self, seconds):
-        """Let `seconds` of computation hide what is flying."""
-        for transfer in itertools.chain(*self.flying.values()):
+        """Let `seconds` of computation hide what is in flight, the oldest transfer first."""
+        for transfer in itertools.chain(*self.scope.in_flight.values()):
             hidden = min(seconds, transfer[1])
             transfer[1] -= hidden
             seconds -= hidden
-        self.spare += seconds
+        self.scope.spare += seconds
 
     def compute(self, op, flops):
         """Add the time that an operation takes, as far as the program tells of it."""
@@ -372,8 +384,8 @@ class Timeline:
             moved = moved_bytes([op._replace(inputs=given)], op.inputs)
         seconds = self.compute_seconds(flops, cycles, moved, is_kernel(op))
         self.hide(seconds)
-        self.flops += flops * self.times
+        self.flops += flops * self.scope.times
         if flops:
-            self.products += seconds * self.times
+            self.products += seconds * self.scope.times
         else:
-            self.others += seconds * self.times
+            self.others += seconds * self.scope.times
