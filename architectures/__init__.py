@@ -100,7 +100,7 @@ def architecture(name):
         raise UserError(
             f"no such architecture{near}; there are {known}",
             flag="architecture",
-            value=name or "''",
+            value=name,
         )
     return importlib.import_module(f"architectures.{name}").ARCHITECTURE
 

@@ -69,9 +69,7 @@ def check_attention(cfg):
         return
     kernels = attention.ATTENTION
     if name not in kernels:
-        raise UserError(
-            f"must be one of auto, {', '.join(kernels)}", flag="attention", value=name or "''"
-        )
+        raise UserError(f"must be one of auto, {', '.join(kernels)}", flag="attention", value=name)
     kernel = kernels[name]
     channels = attention.channels(cfg.model)
     if cfg.model.T % kernel.multiple:

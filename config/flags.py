@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import architectures
 import utils
-from runtime.messages import UserError
+from runtime.messages import NOT_GIVEN, UserError
 from utils import Config, flags_with, flatten, replace
 
 
@@ -70,6 +70,7 @@ def compare(cfg, others, flags, whose, remedy="leave the flag out", **named):
     now = flatten(cfg)
     for flag in sorted(flags & others.keys()):
         if now[flag] != others[flag]:
-            named[flag] = others[flag]
+            ours = NOT_GIVEN if now[flag] == "" else now[flag]
+            named[flag] = NOT_GIVEN if others[flag] == "" else others[flag]
             said = f"{whose} {{{flag}}}"
-            raise UserError(said, flag=flag, value=now[flag], remedy=remedy, **named)
+            raise UserError(said, flag=flag, value=ours, remedy=remedy, **named)

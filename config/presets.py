@@ -315,7 +315,7 @@ def preset(name):
             f"no such preset{nearest(name, PRESETS)}; there are {', '.join(PRESETS)}, and list "
             f"shows their sizes",
             flag="preset",
-            value=name or "''",
+            value=name,
         )
     flags = PRESETS[name]
     if "training_steps" in flags:

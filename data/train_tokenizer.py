@@ -99,8 +99,10 @@ def make(args, source=None):
         raise UserError("the name must end in .tiktoken", flag="output", value=args.output)
     if args.vocab_size is not None and args.vocab_size <= 256:
         raise UserError(
-            f"--vocab_size {args.vocab_size}: must be at least 257, the bytes and the end of text, to train a "
-            f"tokenizer; give more, or --tokenizer."
+            "must be at least 257, the bytes and the end of text, to train a "
+            "tokenizer; give more, or --tokenizer",
+            flag="vocab_size",
+            value=args.vocab_size,
         )
     check_writable(args.output, "output")
     start = time.monotonic()

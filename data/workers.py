@@ -65,7 +65,7 @@ def processes(workers, encode):
     except (EOFError, ConnectionError):
         time.sleep(0.5)  # a signal that ended them all ends this process too, and says so
         raise UserError(
-            f"--workers {workers}: one was killed, as when memory is short; try fewer."
+            "one was killed, as when memory is short; try fewer", flag="workers", value=workers
         ) from None
     finally:
         for pipe in pipes:

@@ -12,7 +12,9 @@ try:
     from tensorboard.summary.writer.record_writer import RecordWriter
 except ImportError as e:
     missing = f"its package cannot be imported ({e})"
-    raise UserError(f"--tensorboard: {missing}; bash setup_tpu.sh tensorboard adds it.") from None
+    raise UserError(
+        f"{missing}; bash setup_tpu.sh tensorboard adds it", flag="tensorboard"
+    ) from None
 
 BEGINNING = "events.out.tfevents."  # so begin the names of files that TensorBoard reads
 LARGE = 1 << 20  # bytes from which a file in a bucket stays as it is

@@ -63,7 +63,9 @@ def planned_config(flags, machine):
     """The configuration that is planned for. Raises UserError."""
     run = flags.cfg.run
     if run.n_devices not in (0, machine.n):
-        raise UserError(f"--n_devices {run.n_devices}: --plan {machine.name} has {machine.n}.")
+        raise UserError(
+            f"--plan {machine.name} has {machine.n}", flag="n_devices", value=run.n_devices
+        )
     check_writable(flags.cfg.plan.plan_json, "plan_json")
     of_weights = weights.open_weights(run.init_from)[0] if run.init_from else {}
     # no cache: what was compiled for devices that are not there cannot be read back
@@ -100,8 +102,9 @@ def search(cfg, machine, compiler):
     found = sorted(best.values(), key=rank)
     if not found:
         raise UserError(
-            f"--search: no mesh of {machine.n} devices fits these flags; a --global_batch_size with more divisors than "
-            f"{cfg.data.global_batch_size} may help."
+            f"no mesh of {machine.n} devices fits these flags; a --global_batch_size with more divisors than "
+            f"{cfg.data.global_batch_size} may help",
+            flag="search",
         )
     say(f"{len(tried):,} configurations on {len(found)} meshes ranked by formulas")
     if not compiler:

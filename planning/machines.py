@@ -71,12 +71,14 @@ def parse_machine(name):
     groups, chip, dims = chips.parse_machine(name) or (0, None, ())
     n = math.prod(dims) * groups * (chip.cores if chip else 0)
     if n > MANY:
-        raise UserError(f"--plan {name}: has {n:,} devices; give at most {MANY:,}.")
+        raise UserError(f"has {n:,} devices; give at most {MANY:,}", flag="plan", value=name)
     if not n or len(dims) != (1 if chip.gpu else chip.dims):
         raise UserError(
-            f"--plan {name}: must be a slice as Google names it, such as v4-32 or v5e-8, or [SLICES*]CHIP:TOPOLOGY, "
+            f"must be a slice as Google names it, such as v4-32 or v5e-8, or [SLICES*]CHIP:TOPOLOGY, "
             f"such as v4:2x4x4 or 2*v5e:16x16 (v4, v5p and v7x have three dims, the others two), or GPUs, "
-            f"[HOSTSx]NUMBERxCHIP, such as 8xH200 or 2x8xH200; the chips are {', '.join(chips.CHIPS)}."
+            f"[HOSTSx]NUMBERxCHIP, such as 8xH200 or 2x8xH200; the chips are {', '.join(chips.CHIPS)}",
+            flag="plan",
+            value=name,
         )
     shape = "x".join(map(str, dims))
     if chip.gpu:
@@ -127,7 +129,7 @@ def devices_of(machine):
         return topologies.get_topology_desc(machine.topology, "tpu", **options).devices
     except jax.errors.JaxRuntimeError as e:
         words = f"the TPU compiler knows no such slice ({first_line(e)})"
-        raise UserError(f"--plan {machine.name}: {words}.") from None
+        raise UserError(words, flag="plan", value=machine.name) from None
 
 
 def has_compiler(machine):

@@ -139,8 +139,10 @@ def slice_dims(chip, number, name):
         first, second = sorted(sorted(sizes, key=lambda n: abs(n - number))[:2])
         unit = "chips" if cores == 1 else "TensorCores, two a chip"
         raise UserError(
-            f"--plan {name}: there is no such slice; the number counts {unit}, and near it are {chip.name}-{first} "
-            f"and {chip.name}-{second}."
+            f"there is no such slice; the number counts {unit}, and near it are {chip.name}-{first} "
+            f"and {chip.name}-{second}",
+            flag="plan",
+            value=name,
         )
     return dims_of(chip, number // cores)
 

@@ -22,6 +22,9 @@ def masked(text):
     return IN_QUERY.sub(rf"\1{HIDDEN}", text)
 
 
+NOT_GIVEN = object()  # the value of a flag, in a UserError, where the words are "no --flag"
+
+
 class UserError(Exception):
     """A mistake that the user can fix: one sentence that says what is wrong, where, and what would be right.
 
@@ -62,8 +65,10 @@ class UserError(Exception):
             return name
         if value is False:
             return f"--no_{flag}" if name == f"--{flag}" else f"{name} false"
-        if value == "":
+        if value is NOT_GIVEN:
             return f"no {name}"
+        if value == "":
+            return f"{name} ''"
         words = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
         return f"{name} {words}".strip()
 
@@ -79,7 +84,8 @@ class UserError(Exception):
             subject = self.worded(self.flag, self.value)
         if not (self.where or subject or self.remedy):
             return masked(self.said)
-        parts = [part for part in (self.where, subject, self.with_others(self.said)) if part]
+        said = self.with_others(self.said).removesuffix(".")  # a plain sentence, told of a file
+        parts = [part for part in (self.where, subject, said) if part]
         remedy = f"; {self.with_others(self.remedy)}" if self.remedy else ""
         return masked(f"{': '.join(parts)}{remedy}.")
 

@@ -117,7 +117,9 @@ def join_processes(cfg, alike):
     platforms.find_devices()
     if several and run.n_devices not in (0, jax.device_count()):
         raise UserError(
-            f"--n_devices {run.n_devices}: several processes train on all their devices, {jax.device_count()}."
+            f"several processes train on all their devices, {jax.device_count()}",
+            flag="n_devices",
+            value=run.n_devices,
         )
 
 

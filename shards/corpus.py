@@ -51,7 +51,7 @@ class Corpus:
             manifest.check_files(self.folder, self.manifest, found)
         if not found:
             raise UserError(
-                f"--data: there are no shards (.npy) in {self.folder}; {remedy(self.folder)}."
+                f"there are no shards (.npy) in {self.folder}; {remedy(self.folder)}", flag="data"
             )
         entries = {entry["name"]: entry for entry in self.manifest.get("shards", [])}
         cache = Cache(f"{cfg.data.cache_dir}/blocks", cfg.data.cache_gb * 1e9)

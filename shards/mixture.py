@@ -53,13 +53,16 @@ class Mixture:
         ends = {manifest.end_of_text(one) for one in made} - {None}
         if len(hashes) > 1 or len(ends) > 1:
             raise UserError(
-                f"--mix: {self.folder} were made with different tokenizers; tokenize all with the same one."
+                f"{self.folder} were made with different tokenizers; tokenize all with the same one",
+                flag="mix",
             )
         # the number of the first sequence of each phase but the first
         self.borders = [round(end * n_train) for end, _ in phases[:-1]]
         if self.borders and np.diff([0, *self.borders, n_train]).min() < 1:
             raise UserError(
-                f"--mix {self.mix}: a phase of it has no sequence in a run of {n_train:,}; give a longer phase or run."
+                f"a phase of it has no sequence in a run of {n_train:,}; give a longer phase or run",
+                flag="mix",
+                value=self.mix,
             )
         self.shares = np.array([shares_of(mix, names) for _, mix in phases])  # [phases, corpora]
         self.phases = [Phase(self.shares[0], 0, np.zeros(len(names), np.int64))]
@@ -72,8 +75,10 @@ class Mixture:
         passed = [border for border in borders if border < n]
         if passed != [border for border in self.borders if border < n]:
             raise UserError(
-                f"--mix {self.mix}: it would change after {self.borders} sequences now, but after {borders} when the "
-                f"first {n:,} were read; give the same --training_steps, or another --name."
+                f"it would change after {self.borders} sequences now, but after {borders} when the "
+                f"first {n:,} were read; give the same --training_steps, or another --name",
+                flag="mix",
+                value=self.mix,
             )
 
     @property
@@ -198,8 +203,10 @@ def parse_mix(mix):
         in_order = not end or before < float(end) < 1
         if not 0 < float(weight) < math.inf or name in weights or not in_order:
             raise UserError(
-                f"--mix {mix}: {part.strip()!r} must be a folder that is named once in its phase, a colon and a weight "
-                f"above 0, until a share of the run above {before:g} and below 1; {EXAMPLE}."
+                f"{part.strip()!r} must be a folder that is named once in its phase, a colon and a weight "
+                f"above 0, until a share of the run above {before:g} and below 1; {EXAMPLE}",
+                flag="mix",
+                value=mix,
             )
         weights[name] = float(weight)
         if end:
@@ -207,7 +214,7 @@ def parse_mix(mix):
             phases.append((before, weights))
             weights = {}
     if not weights:
-        raise UserError(f"--mix {mix}: nothing follows the last until; {EXAMPLE}.")
+        raise UserError(f"nothing follows the last until; {EXAMPLE}", flag="mix", value=mix)
     return [*phases, (1.0, weights)]
 
 
@@ -220,7 +227,9 @@ def shares_of(mix, names):
     shares = np.diff(np.rint(edges).astype(np.int64))
     for name, weight, share in zip(names, weights, shares):
         if weight and not share:
-            raise UserError(f"--mix: {name} has less than 1/{PERIOD:,} of the run; leave it out.")
+            raise UserError(
+                f"{name} has less than 1/{PERIOD:,} of the run; leave it out", flag="mix"
+            )
     return shares // np.gcd.reduce(shares)
 
 

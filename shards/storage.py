@@ -83,7 +83,8 @@ class Cache:
                 f.write(content)
         except OSError as e:
             raise UserError(
-                f"--cache_dir: {path} cannot be written ({e}); make room, give another folder, or less --cache_gb."
+                f"{path} cannot be written ({e}); make room, give another folder, or less --cache_gb",
+                flag="cache_dir",
             ) from None
         with self.lock:
             self.unseen += len(content)
@@ -173,8 +174,9 @@ class Shard:
         top = int(ids.view(unsigned).max(initial=0))
         if top >= vocab_size:
             raise UserError(
-                f"--data: {self.path} holds token id {top}, beyond the model's vocabulary (--vocab_size {vocab_size}); "
-                f"give other shards or, to a model that is not trained yet, a larger vocabulary."
+                f"{self.path} holds token id {top}, beyond the model's vocabulary (--vocab_size {vocab_size}); "
+                f"give other shards or, to a model that is not trained yet, a larger vocabulary",
+                flag="data",
             )
         return ids
 
@@ -252,7 +254,7 @@ class Shard:
         return known in ("", f"{zlib.crc32(content):08x}")
 
     def _missing(self):
-        return UserError(f"--data: {self.path} is missing; make it again.")
+        return UserError(f"{self.path} is missing; make it again", flag="data")
 
     def _damaged(self, how):
-        return UserError(f"--data: {self.path} is damaged ({how}); make it again.")
+        return UserError(f"{self.path} is damaged ({how}); make it again", flag="data")

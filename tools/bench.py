@@ -265,7 +265,7 @@ def parse(argv):
         words = re.sub(r"(\S+)", r"--\1", variant)  # "a=1,2 no_b" -> --a 1 2 --no_b
         given = command_line.parse([*flags, *re.findall(r"[^\s=,]+", words)])
         if given.cfg.plan.plan:
-            raise UserError("--plan: bench.py runs steps; give the flag to main.py.")
+            raise UserError("bench.py runs steps; give the flag to main.py", flag="plan")
         given = given.with_defaults(compilation_cache="")  # compiling is measured, not reading
         # the devices are not known before jax is imported
         cfg = settle.settle_model(given, Found(0, device_kind=platforms.platform())).cfg

@@ -285,14 +285,14 @@ def main(options):
     """Run the checks and write the page. Returns 1 where any failed, else 0."""
     check_writable(f"{options.out}/report.md", "out")
     if names_in(options.out) and "verdict" not in read_json(options.out, "report.json"):
-        raise UserError(f"--out {options.out}: holds files of others; give another folder.")
+        raise UserError("holds files of others; give another folder", flag="out", value=options.out)
     platforms.find_devices()
     step = Step(options.out)
     found = checks_of(step)
     if options.only:
         found = {name: check for name, check in found.items() if name.startswith(options.only)}
     if not found:
-        raise UserError(f"--only {' '.join(options.only)}: no check's name begins so.")
+        raise UserError("no check's name begins so", flag="only", value=" ".join(options.only))
     report = Report(options, step)
     for name, check in found.items():
         report.run(name, check)

@@ -188,7 +188,9 @@ class Options:
 def main(options):
     output = options.output
     if not output.endswith((".png", ".svg", ".pdf")):
-        raise UserError(f"--output {output}: must be a file that ends in .png, .svg or .pdf.")
+        raise UserError(
+            "must be a file that ends in .png, .svg or .pdf", flag="output", value=output
+        )
     check_writable(output, "output")
     groups = read_groups(options.runs)
     print(table(groups, options.marks, options.target))

@@ -63,7 +63,7 @@ def open_shards(options, cfg, path):
 def texts(path, column):
     """The documents of a text file, or of a folder or a glob of files or records. Raises UserError."""
     if not is_remote(path) and not os.path.exists(path) and not find(path)[-1]:
-        raise UserError(f"--data {path}: there is no such file or folder.")
+        raise UserError("there is no such file or folder", flag="data", value=path)
     for document in open_source(Source(source=path, text_column=column)).read({}):
         yield read_text(document)[0]
 
@@ -99,7 +99,7 @@ def evaluate(options, path, cfg, encoding, score):
     T = options.T or cfg.model.T
     stride = options.stride or T
     if stride > T:
-        raise UserError(f"--stride {stride}: must be at most --T, which is {T}.")
+        raise UserError(f"must be at most --T, which is {T}", flag="stride", value=stride)
     limit = options.limit or sys.maxsize
     sizes, counts = [], Counter()  # bytes of each document; what the tokenizer loses
     total = None
@@ -112,12 +112,14 @@ def evaluate(options, path, cfg, encoding, score):
         documents = counted(texts(path, options.text_column), encoding, counts)
         sequences = text_pieces(documents, encoding, cfg.model, T, stride, limit, sizes)
     else:
-        raise UserError(f"--data {path}: text needs a tokenizer, and {options.model} has none.")
+        raise UserError(
+            f"text needs a tokenizer, and {options.model} has none", flag="data", value=path
+        )
     hidden = not sys.stderr.isatty()
     shown = masked(path)
     scored = list(tqdm(score(sequences, T), shown, total, leave=False, disable=hidden))
     if not scored:
-        raise UserError(f"--data {path}: there is no text in it.")
+        raise UserError("there is no text in it", flag="data", value=path)
     unit, sums, tokens, _ = map(np.array, zip(*scored))
     sums, tokens = np.bincount(unit, sums), np.bincount(unit, tokens)  # of each cluster
     loss, error = mean(sums, tokens)

@@ -86,8 +86,10 @@ def is_text(given):
         if re.fullmatch(r"[\w.-]+/[\w.-]+", data) and not other:
             other = "; data/tokenize_shards.py makes shards of a dataset of the Hugging Face hub"
         raise UserError(
-            f"--data {data}: there is no such file or folder; give a text file, a folder of text, or a folder of "
-            f"shards{other}."
+            f"there is no such file or folder; give a text file, a folder of text, or a folder of "
+            f"shards{other}",
+            flag="data",
+            value=data,
         )
     return not glob.glob(f"{data}/train/*.npy") + glob.glob(f"{data}/*/train/*.npy")
 

@@ -189,7 +189,7 @@ def prompts_of(options, cfg, encoding, before):
             )
     prompts = [[*before, *token_ids(text, encoding, options, cfg)] for text in options.prompt]
     if [] in prompts:
-        raise UserError("--prompt: is empty; give a text, or --start end_of_text.")
+        raise UserError("is empty; give a text, or --start end_of_text", flag="prompt")
     for ids in prompts:
         check_ids(encoding, ids, vocab_size, "--prompt: a text")
     return prompts
@@ -198,7 +198,7 @@ def prompts_of(options, cfg, encoding, before):
 def continue_prompts(options, cfg, mesh, params, encoding, programs, chunk=decoding.CHUNK):
     """Print the continuations of the prompts, `chunk` tokens at a time; returns their `Row`s."""
     if "" in options.stop:
-        raise UserError("--stop: is empty; give a text.")
+        raise UserError("is empty; give a text", flag="stop")
     before = common.before_prompt(options, encoding)
     prompts = prompts_of(options, cfg, encoding, before)
     longest = max(map(len, prompts))

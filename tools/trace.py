@@ -123,7 +123,7 @@ def open_trace(run, name=""):
         raise UserError(f"{run}: holds no whole trace; train with --profile FIRST:LAST.")
     name = name or max(known, key=lambda one: known[one]["written"])
     if name not in known:
-        raise UserError(f"--trace {name}: {run} has {', '.join(known)}.")
+        raise UserError(f"{run} has {', '.join(known)}", flag="trace", value=name)
     folder = os.path.join(folder, name)
     cfg = common.stored_config(known[name]["flags"])
     cfg = settle.validate(cfg, math.prod(cfg.run.n_device_axis))

@@ -65,9 +65,11 @@ class BadSteps:
         """Raise UserError where the rollback that is due comes after MAX_ROLLBACKS of them."""
         if self.rollbacks == MAX_ROLLBACKS:
             raise UserError(
-                f"--max_bad_steps {self.limit}: {self.limit} steps in a row from step {self.due.before} on had a loss "
+                f"{self.limit} steps in a row from step {self.due.before} on had a loss "
                 f"or gradient that is not finite, after {MAX_ROLLBACKS} rollbacks; look at the losses before, or begin "
-                f"another run by --init_from with a lower --max_lr."
+                f"another run by --init_from with a lower --max_lr",
+                flag="max_bad_steps",
+                value=self.limit,
             )
 
     def rolled_back(self, step):

@@ -55,8 +55,10 @@ def open_data(cfg, opened):
     processes.check_agreement(alike, fingerprint, cfg.run)
     if stored and stored["data_fingerprint"] != fingerprint:
         raise UserError(
-            f"--name {cfg.run.name}: this run exists and saw other data than is now in --data {cfg.data.data} (it was "
-            f"{stored['data']}); give those shards, or another --name, {resume.from_its_weights(cfg)}."
+            f"this run exists and saw other data than is now in --data {cfg.data.data} (it was "
+            f"{stored['data']}); give those shards, or another --name, {resume.from_its_weights(cfg)}",
+            flag="name",
+            value=cfg.run.name,
         )
     return Data(corpus, val_corpus, fingerprint)
 
