@@ -7,6 +7,7 @@ from hf.format import (
     COMMON_SUPPORTED,
     SILU,
     HuggingFace,
+    check_entries,
     config_of_common,
     feed_forward,
     linear,
@@ -15,7 +16,6 @@ from hf.format import (
     pop_context_length,
     pop_norm_of_gates,
     pop_rope,
-    require,
 )
 from runtime.messages import UserError
 
@@ -164,9 +164,9 @@ def own_entries(m):
 
 def from_config(flags, left):
     """{flag: value} of a config.json that `to_config` may have written; see `hf/format.py: HuggingFace.flags`."""
-    kind = left["model_type"]
+    model_type = left["model_type"]
     activations = {name: flag for flag, name in HIDDEN_ACT.items()}
-    if kind != OWN_TYPE:
+    if model_type != OWN_TYPE:
         activations = dict.fromkeys(SILU, "swiglu")
     flags["activation"] = activations.get(left.get("hidden_act", "silu"))
     flags["T"] = pop_context_length(left)
@@ -179,9 +179,9 @@ def from_config(flags, left):
             f"config.json: num_hidden_layers less first_k_dense_replace is {in_blocks}, but must be a multiple of "
             f"layers_per_block, {flags['layers_per_block']}."
         )
-    require(
+    check_entries(
         left | rope,
-        kind,
+        model_type,
         IMMATERIAL,
         EQUAL,
         **SUPPORTED,

@@ -176,7 +176,7 @@ def config_of_common(m, entries, supported):
 
 def read_flags(form, config, where):
     """{flag: value} of a config.json, read from `where`. Raises UserError for an entry that is missing, of the wrong
-    kind, or may change numbers in a way unknown here."""
+    type, or may change numbers in a way unknown here."""
     left, flags = form.missing | config, {}
     for name, flag in form.entries.items():
         if name not in left:
@@ -254,7 +254,7 @@ COMMON_SUPPORTED = dict(
 SILU = ["silu", "swish"]  # names of one activation
 
 
-def require(left, kind, immaterial=frozenset(), equal=None, **allowed):
+def check_entries(left, model_type, immaterial=frozenset(), equal=None, **allowed):
     """Raise UserError where an entry that is left of a config may change a number: it has none of its values `allowed`,
     or it is neither among these, nor known to be immaterial, nor null. equal: {entry: the one that it must equal}."""
     allowed |= SUPPORTED
@@ -269,7 +269,7 @@ def require(left, kind, immaterial=frozenset(), equal=None, **allowed):
             if value is None:  # as if it were missing
                 continue
             raise UserError(
-                f"config.json: {key} is {value!r}, and what that changes in {kind} is not known here; "
+                f"config.json: {key} is {value!r}, and what that changes in {model_type} is not known here; "
                 f"remove the entry if it changes no number."
             )
         if value not in allowed[key]:
@@ -277,5 +277,5 @@ def require(left, kind, immaterial=frozenset(), equal=None, **allowed):
             other = (equal or {}).get(key)
             like = f" where that is its {other}" if other else ""
             raise UserError(
-                f"config.json: {key} is {value!r}, but {kind} is supported with {words} only{like}."
+                f"config.json: {key} is {value!r}, but {model_type} is supported with {words} only{like}."
             )

@@ -2,7 +2,7 @@
 
 import math
 
-from hf.format import HEAD, HuggingFace, config_of, plain, require, vocabulary
+from hf.format import HEAD, HuggingFace, check_entries, config_of, plain, vocabulary
 
 
 def tensors(m):
@@ -72,7 +72,7 @@ def to_config(m):
 
 def from_config(flags, left):
     """{flag: value} of config.json of GPT2LMHeadModel; see `hf/format.py: HuggingFace.flags`."""
-    require(
+    check_entries(
         left,
         "gpt2",
         IMMATERIAL,

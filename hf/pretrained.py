@@ -237,11 +237,11 @@ def other_values(config, there, names, m, form):
             changes.update(zip(there[name].shape, t.shape))
     values = {"model_type": form.model_types}
     for entry, flag in form.entries.items():
-        kind = type(getattr(utils.Model(), flag))
+        flag_type = type(getattr(utils.Model(), flag))
         now = config.get(entry, form.missing.get(entry))
-        if kind is bool:
+        if flag_type is bool:
             values[entry] = [False, True]
-        elif kind is int:
+        elif flag_type is int:
             values[entry] = set(sizes)
             for size, wanted in changes if isinstance(now, int) else ():
                 values[entry] |= {now * size // wanted, now + size - wanted}

@@ -10,6 +10,7 @@ from hf.format import (
     COMMON_SUPPORTED,
     SILU,
     HuggingFace,
+    check_entries,
     config_of_common,
     feed_forward,
     linear,
@@ -18,7 +19,6 @@ from hf.format import (
     pop_context_length,
     pop_norm_of_gates,
     pop_rope,
-    require,
     table_of,
 )
 
@@ -129,7 +129,7 @@ def from_config(flags, left, models):
         flags["head_dim"] = flags["head_dim"] or one.head_dim
     flags["T"] = pop_context_length(left)
     flags["rope_base"], rope = pop_rope(left)
-    require(
+    check_entries(
         left | rope,
         one.model_type,
         {"router_aux_loss_coef", "sliding_window", "max_window_layers"},

@@ -32,17 +32,20 @@ def format_to_export(name):
 
 def format_of_config(config, where):
     """(name, `HuggingFace`) of the architecture of a config.json. Raises UserError where none supports it."""
-    formats = {}
+    formats = {}  # {model_type: (name of the architecture, its `HuggingFace`)}
     for name in architectures.names():
         form = format_of(name)
-        for kind in form.model_types if form else ():
-            if kind in formats:
+        for model_type in form.model_types if form else ():
+            if model_type in formats:
+                other, _ = formats[model_type]
                 raise UserError(
-                    f"{where}: both --architecture {formats[kind][0]} and {name} have the model_type {kind!r}; take it "
-                    f"out of one of them."
+                    f"{where}: both --architecture {other} and {name} have the model_type {model_type!r}; take it out "
+                    f"of one of them."
                 )
-            formats[kind] = name, form
-    kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in formats:
-        raise UserError(f"{where}: model_type is {kind!r}; supported are {', '.join(formats)}.")
-    return formats[kind]
+            formats[model_type] = name, form
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in formats:
+        raise UserError(
+            f"{where}: model_type is {model_type!r}; supported are {', '.join(formats)}."
+        )
+    return formats[model_type]
