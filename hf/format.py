@@ -255,8 +255,9 @@ SILU = ["silu", "swish"]  # names of one activation
 
 
 def check_entries(left, model_type, immaterial=frozenset(), equal=None, **allowed):
-    """Raise UserError where an entry that is left of a config may change a number: it has none of its values `allowed`,
-    or it is neither among these, nor known to be immaterial, nor null. equal: {entry: the one that it must equal}."""
+    """Raise UserError where one of the entries `left` of a config may change a number. An entry may stay if it is known
+    to be `immaterial`, if it has one of its values in `allowed`, or if it is unknown and null. equal: {entry: the one
+    that it must equal}, for the message."""
     allowed |= SUPPORTED
     if left.get("quantization_config"):
         raise UserError(

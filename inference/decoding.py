@@ -115,8 +115,8 @@ def empty_cache(cfg, B, T):
 
 
 def draw_tokens(logits, key, s):
-    """Draw one token for each row of logits [B, V] as the settings `s` (utils.Sample) say, int [B]. Each row draws with
-    a key of its own, so the size of the batch does not change what a row draws."""
+    """Draw one token, int [B], for each row of logits [B, V], with the settings `s` (utils.Sample). Each row draws with
+    a key of its own, so that the size of the batch does not change what a row draws."""
     if s.temperature == 0:
         return jnp.argmax(logits, -1)
     logits = logits / s.temperature
@@ -164,18 +164,20 @@ def largest_reached(x, weights, needed):
     return reached.min(-1, keepdims=True)
 
 
-# Tokens that the devices draw for a row before the host looks at them: few looks cost little
+# Tokens that the devices draw for each row before the host reads them: reading after every token would be slow
 CHUNK = 8
 
 
 def make_stream(cfg, mesh, s, length, chunk=CHUNK, draw=None):
-    """Jitted functions that continue prompts with a cache, as the settings `s` (utils.Sample) say, in rows of at most
-    `length` tokens: `prefill(params, ids [B, n], lengths [B], key)` -> state, and `advance(params, state)` -> state,
-    the next tokens [chunk, B].
+    """Jitted functions that continue prompts with a cache, in rows of at most `length` tokens, with the settings `s`
+    (utils.Sample):
 
-    A state, which `advance` uses up: (newest token [B], not yet in the cache; its position [B]; cache; the next key).
-    With a `draw` of the caller's in place of `draw_next`, (token, ..), further arrays [B, ..], is where a token is, and
-    the key is any tree.
+        prefill(params, ids [B, n], lengths [B], key) -> state
+        advance(params, state) -> state, the next tokens [chunk, B]
+
+    A state is (newest token [B], which is not in the cache yet; its position [B]; cache; key of the next draw).
+    `advance` donates the memory of its state. A caller's own `draw` replaces `draw_next`: it may return (token,
+    ...), with further arrays [B, ...], in place of the token, and its key may be any tree.
     """
     draw = draw or draw_next
     decode = make_decode(cfg, mesh)
@@ -214,7 +216,8 @@ def pad(sequences, n):
 
 
 def chunks_of(advance, params, state, n):
-    """Yield the next tokens as n chunks int32 [B, chunk]. The devices draw one while the host uses the one before."""
+    """Yield the next tokens as n chunks, int32 [B, chunk]. The devices draw one chunk while the host uses the one
+    before."""
     state, drawn = advance(params, state)
     for _ in range(n - 1):
         state, ahead = advance(params, state)

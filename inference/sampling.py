@@ -25,9 +25,9 @@ def prompt_ids(cfg, encoding):
 
 
 def make_sampler(cfg, mesh, encoding, ends=()):
-    """`sample(params)` -> texts that continue --prompt, with the same draws every time; no texts where there is no
-    tokenizer (`encoding`) or --T leaves no room. ends: of `weights.ends`. Decoding wants the blocks in order
-    (`arranger`)."""
+    """`sample(params)` -> texts that continue --prompt, with the same draws every time. There are none without a
+    tokenizer (`encoding`), or where --T leaves no room. ends: tokens that end a text (`weights.ends`). Decoding needs
+    the blocks in their order in the model (`arranger`)."""
     prompt = prompt_ids(cfg, encoding)
     if prompt is None:
         return lambda params: []

@@ -20,10 +20,13 @@ from training.checkpointing import Checkpoints
 
 
 def open_weights(folder):
-    """({flag: value} of the model in `folder`, load_weights), where load_weights(abstract) reads its parameters and
-    places them like `abstract`, of `steps.abstract_params`. `folder` is a run directory, of which `choose_checkpoint`
-    takes a checkpoint, in the Hugging Face format, or a name of `hub.is_on_hub`, whose weights load_weights downloads.
-    Raises UserError where it is none of these."""
+    """({flag: value} of the model in `folder`, load_weights).
+
+    load_weights(abstract) reads the parameters, with the shapes and shardings of `abstract`
+    (`train_state.abstract_params`). `folder` is a run directory, of which `choose_checkpoint` chooses the checkpoint; a
+    folder in the Hugging Face format; or the name of a model of the hub, which load_weights downloads. Raises UserError
+    where it is none of these.
+    """
     local = hub.folder_of(folder)
     config = read_json(local, "config.json")
     if "model_type" in config:
@@ -56,8 +59,9 @@ def open_weights(folder):
 
 
 def choose_checkpoint(folder, local, checkpoints):
-    """The step of the checkpoint to take of a run: that of RUN@STEP, where `folder` is so; of a run that overfits the
-    one with the smallest held-out loss, which is printed; else None, the newest sound one. Raises UserError."""
+    """The step of the checkpoint to read from a run, None for the newest sound one. If `folder` is RUN@STEP, it is that
+    step. If the run overfits, it is the checkpoint with the smallest held-out loss, and a line says so. Raises
+    UserError."""
     steps = resume.checkpoint_steps(local)
     if asked := hub.step_in(folder):
         if asked not in steps:
@@ -89,7 +93,7 @@ HINTS = {  # nanoGPT's words for --init_from
 
 
 def hint(folder):
-    """What follows the message that `folder` holds no model: what was meant, where that can be told."""
+    """Advice after the message that `folder` holds no model: what was probably meant, "" where nothing suggests it."""
     parent = os.path.dirname(os.path.abspath(folder))
     beside, inside = (glob.glob(f"{glob.escape(at)}/*") for at in (parent, folder))
     around = [parent, os.path.dirname(parent), *beside, *inside]
@@ -101,7 +105,8 @@ def hint(folder):
 
 
 def positions(folder, T):
-    """Tokens of the longest sequence that the model in `folder` was made for; T, of `open_weights`, may be less."""
+    """Length of the longest sequence that the model in `folder` was made for. T, its flag by `open_weights`, may be
+    less."""
     config = read_json(hub.folder_of(folder), "config.json")
     most = config.get("max_position_embeddings") or config.get("positions")
     return most if isinstance(most, int) else T
