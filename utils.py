@@ -1,7 +1,8 @@
-"""The configuration. No jax in here.
+"""The configuration: every flag, declared once. No jax in here.
 
-Every flag is declared once, as a field of one of the dataclasses below, with its help and all that is known of it. The
-command line, presets, `config.json` and the checks on resume follow. config/settle.py settles the flags.
+A flag is a field of one of the dataclasses below, with its help beneath it and all else that is known of it beside it
+(config/parser.py: Facts). The command line, presets, `config.json` and the checks on resume follow from that. What
+nobody gave is settled by config/settle.py.
 """
 
 import dataclasses

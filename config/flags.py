@@ -33,7 +33,7 @@ class Found:
     n_devices: int
     """Devices that are present."""
     device_kind: str = ""
-    """Their kind, as jax names it; "" where there are none, as for a plan by formulas."""
+    """Their kind, as jax names it; "" where no device was asked."""
     memory_share: Callable | None = None
     """Config -> the share of a device's memory that a step needs; None where that is not known."""
     weights: dict = field(default_factory=dict)

@@ -84,7 +84,7 @@ class UserError(Exception):
             subject = self.worded(self.flag, self.value)
         if not (self.where or subject or self.remedy):
             return masked(self.said)
-        said = self.with_others(self.said).removesuffix(".")  # a plain sentence, told of a file
+        said = self.with_others(self.said).removesuffix(".")  # of a whole sentence with a `where`
         parts = [part for part in (self.where, subject, said) if part]
         remedy = f"; {self.with_others(self.remedy)}" if self.remedy else ""
         return masked(f"{': '.join(parts)}{remedy}.")
