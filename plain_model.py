@@ -8,7 +8,8 @@ This is `--architecture deepseek` in float32, without a mesh, a collective or a 
 there to be read, and tests compare the loss and every gradient on many meshes with its own (tests/test_plain.py).
 
 It reads the program's own parameters, of any preset with this architecture, such as `tiny`, `moe1b` or `deepseek-tiny`.
-It does not cover GPT-2 and Qwen3, `--dropout_rate`, and `--capacity_factor`, which drops choices. With random weights:
+It does not cover other architectures, `--dropout_rate`, and `--capacity_factor`, which drops choices. With random
+weights:
 
     import jax, model, plain_model
     from architectures import parameters
