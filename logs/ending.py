@@ -1,4 +1,4 @@
-"""The end of a run: whether all is saved, what it made, and the commands that come next."""
+"""The end of a run: reports whether everything is saved, what it produced, and the commands that come next."""
 
 import contextlib
 import os
@@ -17,14 +17,18 @@ SAMPLES_SHOWN = 3
 
 
 def report_end(run, now, signalled, began, format_to_export):
-    """Print and record how the run ended; returns its exit status. run: `train.Run`; now: its `train.Now`. began: when
-    it did, by time.time(). format_to_export: of `train.Workbench`."""
-    cfg, step = run.cfg, now.step
+    """Print and record how the run ended, and return its exit status.
+
+    run: a `train.Run`; now: its `train.Now`. signalled: the signal that stopped it, or 0. began: when it started, by
+    time.time(). format_to_export: of a `Workbench`.
+    """
+    cfg = run.cfg
+    step = now.step
     if run.checkpoints.saved != step:
         report_unsaved(cfg, step, run.checkpoints.on_disk)
         return Unavailable.status
     run.log.ended(run.goodput.row())
-    # processes but the first know the time since this start alone
+    # Only process 0 reads the log, and so knows the time before this start.
     shares = f" {run.goodput.words()};" if jax.process_index() == 0 else ""
     saved = f"everything is saved in {cfg.run.folder}"
     words = f"at step {step} after {duration(time.time() - began)};{shares} {saved}"
@@ -43,7 +47,7 @@ def report_end(run, now, signalled, began, format_to_export):
 
 
 def report_unsaved(cfg, step, newest):
-    """Print that the checkpoint of `step` could not be written; newest: step of the newest one, None: there is none."""
+    """Print that the checkpoint of `step` could not be written. newest: the step of the newest one, None for none."""
     then = f"resume from step {newest}" if newest else "begin again: there is none before it"
     first = "once the storage answers," if is_remote(cfg.run.folder) else "make room and"
     say_error(
@@ -53,7 +57,8 @@ def report_unsaved(cfg, step, newest):
 
 
 def best_in_words(checkpoints):
-    """Which checkpoint has the smallest held-out loss, as what follows another sentence; "" where none has one."""
+    """Words that name the checkpoint with the smallest held-out loss, to append to a sentence; "" where no checkpoint
+    has one."""
     losses = {step: loss for step, loss in checkpoints.losses.items() if loss is not None}
     if not losses:
         return ""
@@ -74,17 +79,17 @@ def print_next_commands(cfg, texts, format_to_export):
         f"{python} tools/sample.py {folder} --prompt {prompt}",
         f"bash setup_tpu.sh page && {python} tools/page.py {runs}",
     ]
-    with contextlib.suppress(UserError):  # an architecture without such a format
+    with contextlib.suppress(UserError):  # raised where the architecture has no Hugging Face format
         format_to_export(cfg.model.architecture)
         exported = shlex.quote(f"exported/{cfg.run.name}")
         commands.append(f"{python} tools/hf.py export {folder} {exported}")
-    # indented, as what belongs to the line before: that one tells how the run ended, to whoever asks for its status
+    # They are indented, as a continuation of the line before: programs that ask for a run's status read that one.
     lines += ["", "  next:", *(f"    {command}" for command in commands)]
     put_line("\n".join(lines), sys.stdout)
 
 
 def python_in_words():
-    """The word that starts the Python of this process in a shell in this folder."""
+    """The command that starts this process's Python in a shell in this folder."""
     if shutil.which("python") == sys.executable:
         return "python"
     here = os.path.relpath(sys.executable)

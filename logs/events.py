@@ -1,4 +1,4 @@
-"""The rows of metrics.jsonl once more, as event files of TensorBoard beside it (--tensorboard)."""
+"""TensorBoard's event files (--tensorboard), which hold the same rows as metrics.jsonl beside them."""
 
 import io
 import time
@@ -16,31 +16,38 @@ except ImportError as e:
         f"{missing}; bash setup_tpu.sh tensorboard adds it", flag="tensorboard"
     ) from None
 
-BEGINNING = "events.out.tfevents."  # so begin the names of files that TensorBoard reads
-LARGE = 1 << 20  # bytes from which a file in a bucket stays as it is
+BEGINNING = "events.out.tfevents."  # TensorBoard reads the files whose names start like this
+LARGE = 1 << 20  # bytes after which a file in a bucket is complete and another one is started
 
 
 class EventFile:
-    """A scalar for each number of a row. A run that resumes begins another file. An object in a bucket cannot be
-    appended to: `upload` writes all of it, and begins another one when it is large."""
+    """Writes each number of a row as a scalar. A run that resumes starts another file.
+
+    An object in a bucket cannot be appended to. So `upload` writes all of it again, and starts another one when it is
+    large.
+    """
 
     def __init__(self, folder, rows, outbox):
-        """rows: those of metrics.jsonl so far, which are added where no file before has them. outbox: an `Outbox`."""
+        """rows: the rows of metrics.jsonl so far, which are added if no earlier file holds them. outbox: an
+        `Outbox`."""
         self.folder = folder
         self.outbox = outbox
         if any(name.startswith(BEGINNING) for name in names_in(folder)):
-            rows = rows[-1:]
-        self.begin_file()
+            rows = rows[
+                -1:
+            ]  # an earlier file holds them all; `restart` needs the step of the newest one
+        self.start_file()
         self.restart(rows)
 
-    def begin_file(self):
+    def start_file(self):
+        """Start a new file."""
         self.path = f"{self.folder}/{BEGINNING}{time.time_ns()}"
         self.file = io.BytesIO() if is_remote(self.folder) else open(self.path, "wb")
         self.records = RecordWriter(self.file)
         self.write(Event(file_version="brain.Event:2"))
 
     def restart(self, rows):
-        """Have TensorBoard forget what it has read from the first of these rows on, and add them."""
+        """Have TensorBoard forget what it has read from the first of these rows onwards, and add these."""
         start = SessionLog(status=SessionLog.START)
         first = rows[0]["step"] if rows else 0
         self.write(Event(session_log=start, step=first))
@@ -48,24 +55,26 @@ class EventFile:
             self.add(row)
 
     def write(self, event):
+        """Append an event, with the time."""
         event.wall_time = time.time()
         self.records.write(event.SerializeToString())
         self.file.flush()
 
     def add(self, row):
-        """Append a row. In a bucket it can be read from the next `upload` on."""
+        """Append a row. In a bucket it can be read after the next `upload`."""
         step, numbers = row["step"], row.items()
         values = [Summary.Value(tag=key, simple_value=v) for key, v in numbers if key != "step"]
         self.write(Event(step=step, summary=Summary(value=values)))
 
     def upload(self):
-        """Write the rows so far, to a bucket."""
+        """Write the file to its bucket. A local file is written already."""
         if is_remote(self.folder):
             content = self.file.getvalue()
             self.outbox.put(self.path, content)
             if len(content) > LARGE:
-                self.begin_file()
+                self.start_file()
 
     def close(self):
+        """Write everything and close the file."""
         self.upload()
         self.file.close()

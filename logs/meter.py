@@ -1,11 +1,11 @@
-"""The time of a run: the speed of its steps, and where all the time since its first start went."""
+"""The time of a run: the speed of its steps, and how all of its time since the first start was spent."""
 
 import contextlib
 import time
 
 from runtime.messages import duration
 
-# {part of a run's wall time, as metrics.jsonl calls it: in words, after its share}
+# {part of a run's wall time, as metrics.jsonl calls it: the words that follow its share in a message}.
 PARTS = {
     "steps": "in steps",
     "starting": "starting",
@@ -15,55 +15,56 @@ PARTS = {
     "evaluating": "evaluating and sampling",
     "saving": "saving",
     "lost": "lost to restarts",
-    "resting": "at rest",  # not the run's: no share counts it
+    "resting": "at rest",  # time without a process after a complete end; no share counts it
 }
 
 
 class Goodput:
-    """Where the wall time since the first start of a run went, over all processes that it had one after the other.
+    """How the wall time of a run was spent since its first start, in all the processes that worked on it in turn.
 
-    Every moment belongs to one of PARTS. Lost is what lies between the last step that a restart or a rollback keeps and
-    that restart: steps that are repeated, and the time without a process. After an end with all steps saved, as by a
-    signal, that time is rest.
+    Every moment belongs to one of PARTS. The time between the last step that a restart or rollback keeps and the
+    restart itself is "lost": it holds steps that are repeated, and the time without a process. But if all steps were
+    saved at the end, as after a signal, the time without a process is "resting".
     """
 
     def __init__(self, began):
-        """began: when this process did, by time.time()."""
-        self.resumed = 0  # times
+        """began: when this process started, by time.time()."""
+        self.resumed = 0  # how many times the run was resumed
         self.restart(began)
 
     def restart(self, began, part="starting"):
-        """The run starts, or rolls back: what it spent before is up to `add_spent`."""
+        """Count from the time `began`, at a start or a rollback. `add_spent` adds what the run spent before."""
         self.began = self.since = began
         self.part = part
         self.seconds = dict.fromkeys(PARTS, 0.0)
 
     def enter(self, part):
-        """The part until now has ended, this one begins."""
+        """End the current part and start this one."""
         now = time.time()
         self.seconds[self.part] += now - self.since
-        self.part, self.since = part, now
+        self.part = part
+        self.since = now
 
     def now(self):
-        """What the run does now, in words, and since when."""
+        """What the run is doing now, and for how long it has, in words."""
         return f"{PARTS[self.part]}, {duration(time.time() - self.since)}"
 
     @contextlib.contextmanager
     def during(self, part):
-        """This part as long as the block lasts, then the one before."""
+        """Count the length of a `with` block as this part; the part before continues after it."""
         before = self.part
         self.enter(part)
         yield
         self.enter(before)
 
     def waited(self, seconds):
-        """That part of the steps' time was spent waiting for data."""
+        """Move that many seconds from the steps to waiting for data."""
         self.seconds["steps"] -= seconds
         self.seconds["waiting"] += seconds
 
     def add_spent(self, rows, step, end=None):
-        """The run resumes after `step`: add what it spent until then. rows: of its metrics.jsonl, also later ones.
-        end: of `runlog.end_of` these rows."""
+        """Add what the run spent before it resumes after `step`. rows: all of its metrics.jsonl, also of later steps.
+        end: the last row of a run that ended with all steps saved, as `runlog.end_of` finds it, or None."""
         rows = [row for row in rows if "time" in row]
         if not rows:
             return
@@ -79,18 +80,18 @@ class Goodput:
         self.seconds = {part: self.seconds[part] + before[part] for part in PARTS}
 
     def row(self):
-        """{name: number} for metrics.jsonl, up to now."""
+        """{name: number} of the time until now, for a row of metrics.jsonl."""
         self.enter(self.part)
         share = self.seconds["steps"] / self.whole()
         row = {"time": round(self.since, 3), "goodput": round(share, 6), "resumed": self.resumed}
         return row | {f"seconds/{part}": round(s, 3) for part, s in self.seconds.items()}
 
     def whole(self):
-        """Seconds of all parts but rest."""
+        """Seconds of all parts except "resting"."""
         return max(1e-9, sum(self.seconds.values()) - self.seconds["resting"])
 
     def words(self):
-        """The shares of all parts that have one, the largest of the others first."""
+        """The shares of all parts that have at least 0.5%, in words: first the steps, then the others by size."""
         self.enter(self.part)
         whole = self.whole()
         shares = {part: seconds / whole for part, seconds in self.seconds.items()}
@@ -100,48 +101,52 @@ class Goodput:
 
 
 def spent_in(row):
-    """{part: seconds} of a row of metrics.jsonl."""
+    """{part: seconds} that a row of metrics.jsonl records."""
     return {part: row.get(f"seconds/{part}", 0.0) for part in PARTS}
 
 
 class Pace:
-    """The speed of the steps, of `tokens` tokens each. A step takes from the end of the one before, or from when
-    training resumed, to its own end, as the host sees it."""
+    """The speed of the steps, of `tokens` tokens each. As the host sees it, a step lasts from the end of the step
+    before, or from when training resumed, to its own end."""
 
     def __init__(self, tokens):
         self.tokens = tokens
         self.restart(0.0)
 
     def restart(self, data_wait):
-        """Forget all steps: the run rolls back. data_wait: of `resume`."""
-        self.steps = []  # (seconds, of these waiting for data) of each
-        self.reported = 0  # how many of them were there at the last progress line
+        """Forget all steps, as after a rollback. data_wait: as for `resume`."""
+        self.steps = []  # for each step (seconds, seconds of these that it waited for data)
+        self.reported = 0  # number of steps at the last progress line
         self.resume(data_wait)
 
     def resume(self, data_wait):
-        """The devices turn to training. data_wait: seconds so far in which they waited for data alone."""
+        """Training starts or continues. data_wait: seconds so far in which the devices did nothing but wait for
+        data."""
         self.last_end = time.time()
         self.data_wait = data_wait
 
     def ended(self, data_wait):
-        """A step has ended. {"tokens_per_second", "data/wait": share of the time}, means of the last ten steps."""
-        began, waited = self.last_end, self.data_wait
+        """Record the end of a step. Returns {"tokens_per_second", "data/wait"} of the last ten steps; the latter is the
+        share of the time that was spent waiting for data."""
+        start = self.last_end
+        waited = self.data_wait
         self.resume(data_wait)
-        self.steps.append((self.last_end - began, data_wait - waited))
+        self.steps.append((self.last_end - start, data_wait - waited))
         return self._mean(self.steps[-10:])
 
     def since_last(self):
-        """The same, means of all steps since the last call."""
+        """The same of all steps since the last call of this method."""
         steps = self.steps[self.reported :]
         self.reported = len(self.steps)
         return self._mean(steps)
 
     def seconds_for(self, steps):
-        """How long `steps` more steps will take, at the mean speed so far."""
+        """Seconds that `steps` more steps will take at the mean speed so far."""
         trained = sum(seconds for seconds, _ in self.steps)
         return trained / len(self.steps) * steps
 
     def _mean(self, steps):
+        """{name: number} over some elements of `self.steps`."""
         seconds = max(1e-9, sum(seconds for seconds, _ in steps))
         waited = sum(waited for _, waited in steps)
         return {

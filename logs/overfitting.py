@@ -1,4 +1,4 @@
-"""Whether a run overfits: held-out loss rises while training loss falls."""
+"""Detects that a run overfits: its held-out loss rises while its training loss falls."""
 
 import math
 import statistics
@@ -6,18 +6,19 @@ from typing import NamedTuple
 
 HELD_OUT = "loss/val_cross_entropy_loss"
 TRAINING = "loss/train_cross_entropy_loss"
-RISES = 3  # evaluations in a row, each worse than the one before
+RISES = 3  # evaluations in a row, each with a larger held-out loss than the one before, that mean overfitting
 
 
 class Overfit(NamedTuple):
-    """A run overfits since `step`, the evaluation with the smallest held-out loss, `best`; `newest` is the newest."""
+    """A run that overfits."""
 
-    step: int
-    best: float
-    newest: float
+    step: int  # of the evaluation with the smallest held-out loss, since which it overfits
+    best: float  # that loss
+    newest: float  # the newest held-out loss
 
     @property
     def words(self):
+        """This in a sentence, without its full stop."""
         return (
             f"Overfitting since step {self.step:,}: held-out loss rose from {self.best:.4f} to "
             f"{self.newest:.4f} while training loss fell"
@@ -25,7 +26,7 @@ class Overfit(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """The held-out loss at a step, and the mean training loss of the steps since the evaluation before."""
+    """The held-out loss at a step, and the mean training loss of the steps since the previous evaluation."""
 
     step: int
     held_out: float
@@ -33,11 +34,11 @@ class Evaluation(NamedTuple):
 
 
 def evaluations(rows):
-    """The evaluations in rows of metrics.jsonl, in order, without those whose loss is not finite."""
+    """The `Evaluation`s in rows of metrics.jsonl, in order, without those whose loss is not finite."""
     found = []
-    losses = []  # of training, since the evaluation before
+    losses = []  # training losses since the previous evaluation
     for row in rows:
-        if math.isfinite(loss := row.get(TRAINING, math.nan)):  # else the step was skipped
+        if math.isfinite(loss := row.get(TRAINING, math.nan)):  # otherwise the step was skipped
             losses.append(loss)
         if math.isfinite(held_out := row.get(HELD_OUT, math.nan)):
             mean = statistics.fmean(losses) if losses else math.nan
@@ -47,17 +48,18 @@ def evaluations(rows):
 
 
 def overfit(rows):
-    """`overfit_in` rows of metrics.jsonl."""
+    """The `Overfit` of a run with these rows of metrics.jsonl, or None."""
     return overfit_in(evaluations(rows))
 
 
 def overfit_in(found):
-    """The `Overfit` of a run with these `evaluations`, or None.
+    """The `Overfit` of a run with these `Evaluation`s, or None.
 
     A run overfits once held-out loss has risen at RISES evaluations in a row, while training loss has fallen since the
-    best one. It does until an evaluation is better than the best. Training loss is noisy from step to step, so means
-    between evaluations are compared: that before the newest with the first one after the best. (The one before the best
-    may hold the steep beginning of a run, below which the loss stays also when it rises again.)
+    best one. It stops overfitting when an evaluation is better than the best. Training loss is noisy from step to step,
+    so means between evaluations are compared: the mean before the newest evaluation with the first mean after the best
+    one. (The mean before the best one may include the high losses at the beginning of a run. Later losses stay below
+    it even when they rise again.)
 
         step                                     100   200   300   400   500
         held-out loss                           3.50  3.21  3.25  3.29  3.34
@@ -80,16 +82,16 @@ def overfit_in(found):
 
 
 class Overfitting:
-    """Whether a run overfits, as its rows come. now: its `Overfit`, or None."""
+    """Follows whether a run overfits while its rows are logged. now: its `Overfit` at the moment, or None."""
 
     def __init__(self, rows):
-        """rows: those of the run so far."""
+        """rows: the rows of the run so far."""
         self.found = evaluations(rows)
-        self.rows = []  # since the newest evaluation
+        self.rows = []  # rows since the newest evaluation
         self.now = overfit_in(self.found)
 
     def add(self, row):
-        """Take a further row; whether the run begins to overfit with it."""
+        """Add the next row. Returns whether the run starts to overfit with it."""
         self.rows.append(row)
         if HELD_OUT not in row:
             return False
@@ -99,7 +101,7 @@ class Overfitting:
         return self.now is not None and before is None
 
     def rewind(self, step):
-        """Forget what came after `step`."""
+        """Forget the rows after `step`, to which the run rolls back."""
         self.found = [evaluation for evaluation in self.found if evaluation.step <= step]
         self.rows = []
         self.now = overfit_in(self.found)

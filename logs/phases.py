@@ -1,10 +1,10 @@
-"""What the loop does now, entered once for all that follow it: the watchdog, the goodput and the profile."""
+"""The phases of the loop. The loop enters each one once, for the watchdog, the goodput and the profile together."""
 
 import contextlib
 
 from runtime.processes import Watchdog
 
-# {phase of the loop, as the watchdog reports it: the part of the wall time that it counts as, of meter.py: PARTS}
+# {phase of the loop, as the watchdog reports it: the part of the wall time, one of meter.py: PARTS, that it counts as}.
 PARTS = {
     "training": "steps",
     "evaluation": "evaluating",
@@ -16,8 +16,8 @@ PARTS = {
 
 
 class Phases:
-    """`with phases("evaluation", step):` has the watchdog time that phase of the step and the goodput count it. A phase
-    within another one interrupts it. The trace of --profile begins with a training phase."""
+    """`with phases("evaluation", step):` lets the watchdog time that phase of a step and the goodput count it. A phase
+    inside another one interrupts it. The trace of --profile starts when a training phase does."""
 
     def __init__(self, cfg, goodput, profile):
         self.watchdog = Watchdog(cfg)

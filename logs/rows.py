@@ -1,12 +1,12 @@
-"""The rows of metrics.jsonl, one for each step: how they are read, and how they are written while a run trains.
+"""The rows of metrics.jsonl, one for each step: reading them, and writing them while a run trains.
 
-A local metrics.jsonl grows by a row at each step. Nothing can be appended to an object in a bucket. There the rows are
-in parts beside it, metrics/NUMBER-after-STEP.jsonl: the parts are read by their numbers, and each replaces all rows
-after its STEP that were read before. So a part may hold further rows, the same ones again, or others after a rollback:
+A local metrics.jsonl grows by a row at each step. An object in a bucket cannot be appended to, so there the rows are in
+parts, metrics/NUMBER-after-STEP.jsonl. The parts are read in the order of their numbers. Each one replaces all rows
+after its STEP that were read before. So a part may add rows, repeat rows, or replace rows after a rollback:
 
     000001-after-0.jsonl    steps 1 to 40
     000002-after-40.jsonl   steps 41 to 60
-    000003-after-50.jsonl   steps 51 to 55, after the run has returned to step 50: it has steps 1 to 55 now
+    000003-after-50.jsonl   steps 51 to 55, after a rollback to step 50: the run now has steps 1 to 55
 """
 
 import json
@@ -21,11 +21,11 @@ from runtime.messages import first_line, warn
 NAME = "metrics.jsonl"
 PARTS = "metrics"  # the folder of parts
 PART = re.compile(r"(\d{6,9})-after-(\d{1,12})\.jsonl")
-WHOLE = 1 << 20  # bytes from which a part stays as it is
-APART = 10  # seconds at least between two parts, unless a checkpoint follows
-SEEN = 60  # seconds until rows are in a part also between two evaluations: somebody may look on
-PATIENCE = 60  # seconds at most until a local file that could not be written is tried again
-MOST = 16 << 20  # bytes of rows that wait for room on a local disk
+WHOLE = 1 << 20  # bytes from which a part is complete and no later part takes it in
+APART = 10  # least seconds between two parts, unless a checkpoint follows
+SEEN = 60  # most seconds until a row is in a part, so that people can watch a run between two evaluations
+PATIENCE = 60  # most seconds until a failed write of a local file is repeated
+MOST = 16 << 20  # bytes of rows that may wait for room on a local disk
 
 
 def row_of(line):
@@ -38,23 +38,25 @@ def row_of(line):
         if not isinstance(value, int | float) or abs(value) > 1e300:
             return None
     step = row.get("step", 0)
-    # not by range, which takes minutes to find that it has no 5.5
+    # Not `in range(...)`, which takes minutes to find out that 5.5 is not in it.
     if "loss/train_loss" not in row or step % 1 or not 0 < step < 2**31:
         return None
     return row
 
 
 def parts_in(folder):
-    """[(number, step after which its rows are, name)] of the parts of a run directory, in order."""
+    """[(number, STEP, file name)] of the parts in a run directory, in order."""
     found = map(PART.fullmatch, names_in(os.path.join(folder, PARTS)))
     return sorted((int(part[1]), int(part[2]), part[0]) for part in found if part)
 
 
 def contents(folder):
-    """[(step after which its rows are, bytes)] of metrics.jsonl and of the parts of a run directory, in order. Raises
-    UserError where one cannot be read."""
+    """[(STEP, bytes)] of metrics.jsonl, with STEP 0, and of the parts in a run directory, in order. Raises UserError
+    where one cannot be read."""
     first = read_file(os.path.join(folder, NAME)) or b""
-    for _ in range(3):  # a run that is in progress removes parts that it has put together
+    for _ in range(
+        3
+    ):  # a part may be gone: a run in progress removes parts when it has joined them
         parts = parts_in(folder)
         read = read_files([os.path.join(folder, PARTS, name) for *_, name in parts])
         if None not in read:
@@ -63,7 +65,8 @@ def contents(folder):
 
 
 def read_files(paths):
-    """Bytes of files of one folder, None for one that is not there; many at once, since storage is slow to answer."""
+    """The bytes of files in one folder, None for a missing one. Remote files are read together, since each answer of
+    the storage takes a while."""
     if not paths or not is_remote(paths[0]):
         return [read_file(path) for path in paths]
     fs, _ = filesystem(paths[0])
@@ -80,12 +83,12 @@ def read_files(paths):
 
 
 def rows_in(lines):
-    """The rows in lines, without those that are damaged."""
+    """The rows in lines, without the damaged ones."""
     return [row for line in lines if (row := row_of(line))]
 
 
 def join_rows(parts):
-    """The rows, by step, of [(step after which its rows are, rows)] of parts."""
+    """The rows, sorted by step, that [(STEP, rows)] of the parts make together."""
     rows = {}
     for after, found in parts:
         rows = {step: row for step, row in rows.items() if step <= after}
@@ -94,7 +97,8 @@ def join_rows(parts):
 
 
 def join(parts):
-    """(rows, by step; whether anything else is in them but a last line that a kill tore) of `contents`."""
+    """(rows sorted by step, whether the content is damaged) of what `contents` returns. A torn last line, as a kill
+    leaves it, does not count as damage."""
     read = []
     damaged = False
     for after, content in parts:
@@ -105,28 +109,28 @@ def join(parts):
 
 
 def read_rows(folder):
-    """The rows of a run directory, by step. Raises UserError where they cannot be read."""
+    """The rows of a run directory, sorted by step. Raises UserError where they cannot be read."""
     return join(contents(folder))[0]
 
 
 class LocalRows:
-    """A local metrics.jsonl, which grows at each step. Where that fails, as on a full disk, the rows wait, and the file
-    is tried again ever more seldom; what a failed try left of a row is cut off."""
+    """Writes a local metrics.jsonl, which grows at each step. Where a write fails, as on a full disk, the rows wait and
+    the write is repeated after ever longer pauses. What a failed write left of a row is cut off."""
 
     def __init__(self, folder):
         self.folder = folder
         self.path = os.path.join(folder, NAME)
 
     def replace(self, rows):
-        """Have the file hold these rows alone. Raises UserError."""
+        """Have the file hold exactly these rows. Raises UserError."""
         content = b"".join(map(line_of, rows))
         write_file(self.path, content)
-        for *_, name in parts_in(self.folder):  # of a run that was copied from a bucket
+        for *_, name in parts_in(self.folder):  # parts are here if the run was copied from a bucket
             os.remove(os.path.join(self.folder, PARTS, name))
-        self.size = len(content)  # bytes of whole rows in the file
-        self.waiting = b""
-        self.pause = 0
-        self.again = 0.0  # when to try next, by time.monotonic()
+        self.size = len(content)  # bytes of the complete rows in the file
+        self.waiting = b""  # rows that are not written yet
+        self.pause = 0  # seconds between the last failed write and the next
+        self.again = 0.0  # time of the next write after a failed one, by time.monotonic()
 
     def rewind(self, step):
         """Forget the rows after `step`. Raises UserError."""
@@ -134,21 +138,22 @@ class LocalRows:
         self.replace([row for row in found if row["step"] <= step])
 
     def add(self, row):
+        """Append a row, at once unless the last write failed."""
         self.waiting += line_of(row)
-        if len(self.waiting) > MOST:  # the oldest are given up
+        if len(self.waiting) > MOST:  # the oldest rows are dropped
             self.waiting = self.waiting[-MOST:].partition(b"\n")[2]
         if time.monotonic() >= self.again:
             self.flush()
 
     def flush(self, now=False):
-        """Write what waits. now: nothing is held back here."""
+        """Write the rows that wait. now: has no effect here; see `BucketRows.flush`."""
         if not self.waiting:
             return
         try:
             with open(self.path, "ab") as f:
                 there = os.fstat(f.fileno()).st_size
-                self.size = min(self.size, there)  # somebody may have removed it
-                f.truncate(self.size)
+                self.size = min(self.size, there)  # the file is new if somebody removed it
+                f.truncate(self.size)  # cuts off what a failed write left
                 f.write(self.waiting)
         except OSError as e:
             self.pause = min(PATIENCE, 2 * self.pause or 1)
@@ -162,9 +167,13 @@ class LocalRows:
 
 
 class BucketRows:
-    """The rows in a bucket. `flush` makes a part of the rows since the last one. It takes in the parts before it that
-    are no larger, up to WHOLE bytes: of parts of 1, 1, 1, 1 and 1 become 1, 2, 2 + 1, 4, 4 + 1. So a row is uploaded
-    log2(WHOLE / bytes of a flush) times at most, and a run has little more parts than MiB of rows."""
+    """Writes the rows to a bucket, in parts.
+
+    `flush` makes a part of the rows since the last part. The new part also takes in the parts before it that are no
+    larger than itself, up to WHOLE bytes. Five flushes of size 1 leave parts of these sizes: 1, then 2, then 2 and 1,
+    then 4, then 4 and 1. So a row is uploaded log2(WHOLE / bytes of a flush) times at most, and a run has few more
+    parts than MiB of rows.
+    """
 
     def __init__(self, folder, outbox):
         """outbox: an `Outbox`."""
@@ -174,7 +183,7 @@ class BucketRows:
         self.number = max((number for number, *_ in parts_in(folder)), default=0)
 
     def replace(self, rows):
-        """Have these rows in place of all that is there. Raises UserError."""
+        """Have the bucket hold exactly these rows. Raises UserError."""
         before = [os.path.join(PARTS, name) for *_, name in parts_in(self.run)]
         self.rewind(0)
         for row in rows:
@@ -186,22 +195,25 @@ class BucketRows:
     def rewind(self, step):
         """Forget the rows after `step`."""
         self.lines = []  # of the next part
-        self.newest = self.after = step  # of the newest row; of the newest that is in a part
-        self.parts = []  # [(name, step after which its rows are, bytes)] that a later part may take in
-        self._put(step, b"")
-        self.flushed = -math.inf  # when, by time.monotonic()
+        self.newest = step  # step of the newest row
+        self.after = step  # step of the newest row that is in a part
+        self.parts = []  # [(name, STEP, bytes)] of the parts that a later one may take in
+        self._put(step, b"")  # an empty part replaces the rows after `step`
+        self.flushed = -math.inf  # time of the last part, by time.monotonic()
 
     def add(self, row):
+        """Append a row. It is uploaded within SEEN seconds while rows are added."""
         self.lines.append(line_of(row))
         self.newest = row["step"]
         if time.monotonic() > self.flushed + SEEN:
             self.flush()
 
     def flush(self, now=False):
-        """Make a part of the rows since the last one, if that was a while ago or has to be `now`."""
+        """Make a part of the rows since the last one, if that is APART seconds ago or it has to be `now`."""
         if not self.lines or (time.monotonic() < self.flushed + APART and not now):
             return
-        content, after = b"".join(self.lines), self.after
+        content = b"".join(self.lines)
+        after = self.after
         self.lines = []
         self.after = self.newest
         self.flushed = time.monotonic()
@@ -212,11 +224,12 @@ class BucketRows:
             taken.append(name)
         self._put(after, content)
         if len(content) >= WHOLE:
-            self.parts = []  # it stays as it is, and those before it
+            self.parts = []  # this part and those before it are complete
         for name in taken:
             self.outbox.drop(f"{self.folder}/{name}")
 
     def _put(self, after, content):
+        """Have a part written."""
         self.number += 1
         name = f"{self.number:06d}-after-{after}.jsonl"
         self.parts.append((name, after, content))
@@ -224,4 +237,5 @@ class BucketRows:
 
 
 def line_of(row):
+    """A row as a line of metrics.jsonl, in bytes."""
     return to_json(row).encode() + b"\n"

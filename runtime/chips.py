@@ -1,15 +1,17 @@
-"""Every chip that is known: its peaks, memory and links, for MFU, for --plan, and for the choice of --model_dtype.
+"""The known chips with their peaks, memory and links: for MFU, for --plan, and for the choice of --model_dtype.
 
-Numbers are of one jax device: of a core of TPU v2, v3 and 7x, whose chips are two devices, and of a whole chip
-elsewhere. No jax in here. Where they come from:
+All numbers are those of one jax device. That is a core of a TPU v2, v3 or 7x, whose chips are two devices, and a whole
+chip otherwise. This file does not import jax. The numbers come from:
 
 - TPU v2 and v3: Jouppi et al., A domain-specific supercomputer for training deep neural networks, CACM 63(7), 2020.
-- TPU v4 to 7x: cloud.google.com/tpu/docs, the page of each. Links and networks of v4 to v6e:
-  jax-ml.github.io/scaling-book, chapter 2; those of 7x are v5p's, of half a chip.
-- Memory of TPUs: what the TPU compiler gives a program. Clocks: those at which the compiler's products take their peak.
-- GPUs: NVIDIA's data sheets, and for RTX 3090 and 4090 the white papers of GA102 and AD102. All peaks are dense and sum
-  in float32. Memory: what openxla/xla has in xla/backends/gpu/target_config/specs, else what the driver leaves.
-- Links of GPUs without NVLink are PCIe, through which the GPUs of a host are counted as if it were a switch.
+- TPU v4 to 7x: the page of each chip at cloud.google.com/tpu/docs. Links and networks of v4 to v6e:
+  jax-ml.github.io/scaling-book, chapter 2. Those of 7x are half of a v5p chip's.
+- Memory of TPUs: as much as the TPU compiler lets a program use. Clocks: chosen so that matrix products, in the cycles
+  that the compiler counts, run at the peak.
+- GPUs: NVIDIA's data sheets, and for RTX 3090 and 4090 the white papers of GA102 and AD102. All peaks are for dense
+  products with sums in float32. Memory: openxla/xla, xla/backends/gpu/target_config/specs, if the GPU is there, and
+  otherwise what the driver leaves.
+- GPUs without NVLink are linked by PCIe. The plan treats the PCIe of a host as a switch between its GPUs.
 """
 
 import itertools
@@ -22,47 +24,58 @@ from runtime import platforms
 from runtime.messages import UserError
 
 GiB = 2**30
-# Of peak and bandwidth, by a trace of an H200 (dev/log.md, 2026-11-26). Estimates of TPUs are their compiler's.
+# The share of a GPU's peak and bandwidth that programs reach, by a trace of an H200 (dev/log.md, 2026-11-26). TPUs need
+# no such number, since their estimates come from the TPU compiler.
 GPU_REACHES = 0.75
 
 
 class Chip(NamedTuple):
-    """One device."""
+    """One jax device of a kind of chip."""
 
-    name: str  # as --plan takes it
-    kinds: tuple[str, ...]  # jax's names of the device
-    peak: float  # FLOP/s of dense products in bfloat16, in float16 where there is no bfloat16
-    memory: float  # bytes of it that a program may use
+    name: str  # its name in --plan
+    kinds: tuple[str, ...]  # its names in jax, as `device_kind`
+    peak: (
+        float  # FLOP/s of dense products in bfloat16, or in float16 where the chip has no bfloat16
+    )
+    memory: float  # bytes that a program may use
     bandwidth: float  # bytes/s of that memory
-    link: float  # bytes/s of one link, one way
+    link: float  # bytes/s of one link to another chip, in one direction
     network: float  # bytes/s to other TPU slices or to other hosts
-    clock: float = 0.0  # Hz, in which the TPU compiler counts cycles; 0: a GPU
-    dims: int = 2  # of a slice's topology
-    cores: int = 1  # devices of a TPU chip
-    float32: float = 0.0  # FLOP/s in float32, where XLA has no other products for it; 0: it multiplies in bfloat16
-    fuses: bool = False  # whether its compiler forms operands inside products: less memory traffic
+    clock: float = 0.0  # Hz of the cycles that the TPU compiler counts; 0: a GPU
+    dims: int = 2  # number of dims of a TPU slice's topology
+    cores: int = 1  # jax devices on a TPU chip
+    float32: float = (
+        0.0  # FLOP/s in float32, for chips on which XLA multiplies in nothing else; 0: in bfloat16
+    )
+    fuses: bool = (
+        False  # whether its compiler computes operands inside products, which saves memory traffic
+    )
 
     @property
     def kind(self):
+        """The first of jax's names."""
         return self.kinds[0]
 
     @property
     def gpu(self):
+        """Whether it is a GPU and not a TPU."""
         return not self.clock
 
     @property
     def speed(self):
-        """FLOP/s at which the plan counts products."""
+        """FLOP/s that the plan assumes for matrix products."""
         return (self.float32 or self.peak) * (GPU_REACHES if self.gpu else 1)
 
     @property
     def memory_speed(self):
-        """Bytes/s at which the plan counts passes over memory."""
+        """Bytes/s that the plan assumes for reading and writing memory."""
         return self.bandwidth * (GPU_REACHES if self.gpu else 1)
 
 
 A100_40 = ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB")
-CARD = 12.5e9 / 8  # bytes/s to other hosts of a GPU, eight of which share an adapter of 100 Gbit/s
+CARD = (
+    12.5e9 / 8
+)  # bytes/s from one GPU to other hosts, where eight GPUs share a network card of 100 Gbit/s
 # fmt: off
 KNOWN = [
     Chip("v2", ("TPU v2",), 23e12, 7.48 * GiB, 350e9, 62e9, CARD, 0.7e9, cores=2),
@@ -87,13 +100,14 @@ KNOWN = [
 ]
 # fmt: on
 CHIPS = {chip.name: chip for chip in KNOWN}
-# chips of the largest slice: cloud.google.com/tpu/docs, the page of each
+# {TPU: chips of the largest slice}, from the page of each at cloud.google.com/tpu/docs.
 LARGEST = dict(v2=256, v3=1024, v4=4096, v5e=256, v5p=6144, v6e=256, v7x=9216)
-# dims of slices below a cube of 64 chips
+# {chips: dims} of the slices of three-dimensional TPUs that are smaller than a cube of 64 chips.
 BELOW_A_CUBE = {4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4)}
 BY_NAME = {name.lower(): chip for name, chip in CHIPS.items()}
 OTHER_NAMES = {"v5litepod": "v5e", "tpu7x": "v7x", "a100-80gb": "a100"}
 OTHER_NAMES |= {"4090": "rtx4090", "3090": "rtx3090"}
+# How --plan names a machine: TPU slices by Google's name or by their dims, GPUs by hosts and GPUs or by number.
 MACHINES = [
     r"(?:(?P<groups>\d+)[*x])?(?P<kind>v\w+|tpu7x)-(?P<number>\d+)",  # v4-32
     r"(?:(?P<groups>\d+)\*)?(?P<kind>v\w+):(?P<dims>[\dx]*\d)",  # v4:2x2x4
@@ -103,12 +117,12 @@ MACHINES = [
 
 
 def chip_of(device_kind):
-    """The `Chip` that jax calls so; None where it is not known."""
+    """The `Chip` with this name in jax; None where it is not in the list."""
     return next((chip for chip in KNOWN if device_kind in chip.kinds), None)
 
 
 def in_float32_only(device_kind):
-    """The name of a device on which XLA multiplies in float32 alone; "" for others, and for those not known."""
+    """The name of a device, for messages, if XLA multiplies on it in float32 only; "" for others and unknown ones."""
     if device_kind == "cpu":
         return "" if platforms.cpu_has_bfloat16() else f"this CPU, with jax {version('jax')},"
     chip = chip_of(device_kind)
@@ -116,7 +130,8 @@ def in_float32_only(device_kind):
 
 
 def parse_machine(name):
-    """(slices or hosts, Chip, dims of a slice or number of GPUs) of a machine, or None. Raises UserError."""
+    """(number of slices or hosts, Chip, dims of a slice or (number of GPUs of a host,)) of a machine as --plan names
+    it; None where the name means no machine. Raises UserError for a TPU slice of a size that does not exist."""
     for pattern in MACHINES:
         found = re.fullmatch(pattern, name.lower())
         kind = found and OTHER_NAMES.get(found["kind"], found["kind"])
@@ -132,7 +147,8 @@ def parse_machine(name):
 
 
 def slice_dims(chip, number, name):
-    """The dims of a slice that Google names by its TensorCores, two a chip, or of v5e and v6e, by its chips."""
+    """The dims of a slice from the number in Google's name for it. It counts TensorCores, of which a chip has two; for
+    v5e and v6e it counts chips. Raises UserError where there is no such slice."""
     cores = 1 if (chip.dims, chip.cores) == (2, 1) else 2
     sizes = [n * cores for n in range(1, LARGEST[chip.name] + 1) if dims_of(chip, n)]
     if number not in sizes:
@@ -148,8 +164,11 @@ def slice_dims(chip, number, name):
 
 
 def dims_of(chip, n):
-    """The dims of a slice of n chips, () where there is none: as near to a square as can be, or in three dims those
-    below a cube of 64 chips and any number of cubes, as near to a cube as can be."""
+    """The dims of a slice of n chips; () where there is no such slice.
+
+    In two dims they are as close to a square as possible. In three dims a slice is either one of BELOW_A_CUBE, or made
+    of cubes of 64 chips, and then as close to a cube as possible.
+    """
     if chip.dims == 2:
         side = 2 ** ((n.bit_length() - 1) // 2)
         return (side, n // side) if n.bit_count() == 1 and n != 2 else ()

@@ -1,4 +1,7 @@
-"""Local files that appear whole, and the same for gs:// and s3:// by fsspec."""
+"""Files and folders, local or in storage (gs:// and s3://, through fsspec).
+
+A reader never sees a file that is half written. Calls to remote storage are repeated while it fails (`persist`).
+"""
 
 import contextlib
 import errno
@@ -23,35 +26,43 @@ import fsspec
 from runtime import interrupts
 from runtime.messages import Unavailable, UserError, first_line, warn
 
-# They would print a traceback of each failed try; `persist` reports failures in a sentence.
+# Libraries whose loggers are silenced: they would print a traceback of each failed try, which `persist` reports in a
+# sentence.
 LIBRARIES = "gcsfs", "s3fs", "fsspec", "google", "aiohttp", "aiobotocore", "botocore", "asyncio"
-WAITS = (1, 2, 4, 8, 16, 32)  # seconds before each further try: a minute's failure costs no run
-DENIED = 5  # tries where access is denied, in 15 s: rights may be on their way, a person should not wait for a minute
-FIRST, PAUSE = 2, 5  # seconds until a line about storage that does not answer, and between two
-# What Orbax takes for something else in a path, of which it makes a glob and an address: brackets, **, a backslash,
-# gs:/ with one slash, and bytes that are not UTF-8.
+# Seconds before each further try. They add up to a minute, so an outage of that length ends no run.
+WAITS = (1, 2, 4, 8, 16, 32)
+# Tries where access is denied, which take 15 s. New rights may need a moment to arrive, but a person who lacks them
+# should not wait for a minute.
+DENIED = 5
+FIRST = 2  # seconds until a line is printed about a storage that does not answer
+PAUSE = 5  # seconds between two such lines
+# What Orbax misreads in a path, since it turns paths into globs and addresses: brackets, **, a backslash, gs:/ with one
+# slash, and bytes that are not UTF-8.
 MISREAD = re.compile(r"[][\\\ud800-\udfff]|\*\*|gs:/(?!/)")
-PART = re.compile(r"\.[0-9a-f]{16}\.part$")  # what only names of `part_of` end in
+PART = re.compile(
+    r"\.[0-9a-f]{16}\.part$"
+)  # the end of the names that `part_of` makes, and of no others
 
 
 def is_remote(path):
+    """Whether a path is an address in remote storage, such as gs://bucket/folder."""
     return "://" in path
 
 
 def filesystem(path):
     """(fsspec's file system of a local path or remote address, the path in it). Raises UserError."""
-    kind = path.split("://")[0]
+    protocol = path.split("://")[0]
     settings = {}
     for library in LIBRARIES:
         logging.getLogger(library).setLevel(logging.CRITICAL)
-    if kind in ("gs", "gcs"):
+    if protocol in ("gs", "gcs"):
         import aiohttp
 
-        # its own limits, but for 30 s until it is connected, six times, and 5 minutes without an answer
+        # By default gcsfs waits 30 s for a connection, six times, and 5 minutes for an answer.
         limits = aiohttp.ClientTimeout(total=300, sock_connect=5, sock_read=30)
-        # also for Orbax, which opens the bucket itself; what is listed there changes meanwhile
+        # Set for the whole process, since Orbax opens buckets itself. Listings are not cached: they change meanwhile.
         fsspec.config.conf["gs"] = dict(requests_timeout=limits, use_listings_cache=False)
-    if kind == "s3":
+    if protocol == "s3":
         settings["config_kwargs"] = dict(connect_timeout=5)
         settings["use_listings_cache"] = False
     try:
@@ -63,12 +74,15 @@ def filesystem(path):
 
 
 class Waiting:
-    """What is asked of remote storage and not done: a line tells of it after FIRST seconds or its first failure, and
-    then every `pause`. A thread prints it, since libraries try again inside one call, and one that connects may hang.
-    Where many calls are under way, as of a corpus that is read, one line is of all."""
+    """Reports calls to remote storage that take long.
+
+    A line is printed FIRST seconds after a call started, or when it first fails, and then every `pause` seconds. A
+    thread prints it, since libraries repeat requests inside one call, and a call that connects may hang. When many
+    calls are in progress, such as the reads of a corpus, one line reports them all.
+    """
 
     def __init__(self):
-        self.calls = {}  # {a call: [path, when it began, what its last try raised, in words]}
+        self.calls = {}  # {call: [path, when it started, the error of its last try in words]}
         self.lock = threading.Lock()
         self.thread = None
         self.said = -math.inf  # when the last line was printed
@@ -76,11 +90,13 @@ class Waiting:
 
     @contextlib.contextmanager
     def on(self, path):
-        """A call while it is under way: what `failed` takes."""
+        """Report a call for the length of a `with` block, which gets the call's key, for `failed`."""
         call = object()
         with self.lock:
             self.calls[call] = [path, time.monotonic(), ""]
-            if not self.thread or not self.thread.is_alive():  # as after a fork
+            if (
+                not self.thread or not self.thread.is_alive()
+            ):  # a fork has copied this object without its thread
                 self.thread = threading.Thread(target=self._watch, name="waiting", daemon=True)
                 self.thread.start()
         try:
@@ -90,12 +106,13 @@ class Waiting:
                 del self.calls[call]
 
     def failed(self, call, error):
+        """Report that one try of a call failed with this error, in words, and that it will be tried again."""
         with self.lock:
             self.calls[call][2] = f" ({error})"
-            self._tell(call, "trying again")
+            self._report(call, "trying again")
 
     def _watch(self):
-        """Until nothing is under way."""
+        """The thread: report the oldest call until none is in progress."""
         while True:
             time.sleep(1)
             with self.lock:
@@ -105,9 +122,10 @@ class Waiting:
                 call = min(self.calls, key=lambda call: self.calls[call][1])
                 waited = time.monotonic() - self.calls[call][1]
                 if waited >= FIRST:
-                    self._tell(call, f"not done after {waited:.0f} s, still waiting")
+                    self._report(call, f"not done after {waited:.0f} s, still waiting")
 
-    def _tell(self, call, words):
+    def _report(self, call, words):
+        """Print a line about a call, unless another line was printed less than `pause` seconds ago."""
         if time.monotonic() - self.said < self.pause:
             return
         self.said = time.monotonic()
@@ -120,10 +138,13 @@ WAITING = Waiting()
 
 
 def persist(work, path, patience=None):
-    """work(), which reads or writes `path`, tried again with exponential back-off while remote storage fails, which
-    `Waiting` tells. Raises Unavailable, after `patience` seconds, where storage may answer later, and UserError where a
-    person must act. By default that is about a minute, and soon where access is denied. FileNotFoundError and its kin
-    are raised at once."""
+    """The result of work(), which reads or writes `path`; repeated with exponential back-off while remote storage
+    fails, as `Waiting` reports.
+
+    After `patience` seconds raises Unavailable if the storage may answer later, and UserError if a person must act
+    first. By default that is after about a minute, or after 15 s where access is denied. FileNotFoundError and its
+    relatives are raised at once.
+    """
     if not is_remote(path):
         return work()
     with WAITING.on(path) as call:
@@ -131,20 +152,20 @@ def persist(work, path, patience=None):
 
 
 def persist_in(call, work, path, patience):
-    """`persist` in a call of `Waiting`."""
-    began = time.monotonic()
+    """`persist` for a remote path, as the call of `Waiting` with this key."""
+    start = time.monotonic()
     pauses = itertools.chain(WAITS, itertools.repeat(WAITS[-1]) if patience else [None])
     for tries, pause in enumerate(pauses, 1):
         try:
             return work()
         except (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError):
             raise
-        except UserError:  # of `filesystem`
+        except UserError:  # raised by `filesystem`
             raise
         except Exception as e:  # every kind of storage has errors of its own
             said = f"{type(e).__name__}: {first_line(e)}"
-            # libraries have tried again, too
-            late = time.monotonic() > began + (patience or sum(WAITS))
+            # The libraries repeat requests too, so the limit is in seconds and not only in tries.
+            late = time.monotonic() > start + (patience or sum(WAITS))
             if pause is None or late or (not patience and tries == DENIED and is_denied(e)):
                 if needs_a_person(e):
                     advice = "check that it exists and your credentials give access to it"
@@ -157,8 +178,8 @@ def persist_in(call, work, path, patience):
 
 
 def status_of(error):
-    """The HTTP status that a library's error tells; None where it tells none."""
-    response = getattr(error, "response", None)  # of botocore
+    """The HTTP status of a library's error; None where it has none."""
+    response = getattr(error, "response", None)  # botocore's
     if isinstance(response, dict):
         return response.get("ResponseMetadata", {}).get("HTTPStatusCode")
     code = getattr(error, "code", None) or getattr(error, "status", None)
@@ -166,18 +187,19 @@ def status_of(error):
 
 
 def lacks_credentials(error):
+    """Whether an error means that a library found no credentials at all."""
     return type(error).__name__ in ("DefaultCredentialsError", "NoCredentialsError")
 
 
 def is_denied(error):
-    """Whether an error of a library for storage means missing rights."""
+    """Whether an error of a storage library means that rights are missing."""
     denied = isinstance(error, PermissionError) or str(error).startswith("Forbidden")
     return lacks_credentials(error) or denied or status_of(error) in (401, 403)
 
 
 def needs_a_person(error):
-    """Whether asking once more is no use: rights are missing, or what was asked is wrong. A status of 401 may pass, as
-    when a token is renewed, and so may the lack of a connection."""
+    """Whether another try is useless, because rights are missing or the request is wrong. A status of 401 may pass by
+    itself, as when a token is renewed, and so may a missing connection."""
     status = status_of(error)
     if status is None:
         return is_denied(error)
@@ -185,18 +207,19 @@ def needs_a_person(error):
 
 
 def ask(path, method, *args, patience=None, **settings):
-    """What a method of fsspec's file system answers for a path or address. Raises as `persist` does."""
+    """The result of a method of fsspec's file system for a path or address. Raises as `persist` does."""
 
     def work():
-        fs, there = filesystem(path)  # here: looking for credentials may take as long as asking
+        # inside `persist`, since the search for credentials may take as long as the call itself
+        fs, there = filesystem(path)
         return getattr(fs, method)(there, *args, **settings)
 
     return persist(work, path, patience)
 
 
 def list_folder(folder, detail=True):
-    """What a local folder or remote address holds, as fsspec tells it: {"name": path, ...} of each, or its path alone.
-    Nothing where it is not there. Raises UserError where it cannot be listed."""
+    """What a local folder or remote address holds, as fsspec lists it: for each entry {"name": path, ...} or, without
+    `detail`, its path. [] where there is no such folder. Raises UserError where it cannot be listed."""
     try:
         return ask(folder, "ls", detail=detail)
     except (FileNotFoundError, NotADirectoryError):
@@ -206,12 +229,13 @@ def list_folder(folder, detail=True):
 
 
 def names_in(folder):
-    """Names of what a local folder or remote address holds, as `list_folder` lists it."""
+    """The names of the entries of a local folder or remote address; [] where there is no such folder."""
     return [os.path.basename(path.rstrip("/")) for path in list_folder(folder, detail=False)]
 
 
 def check_plain(path):
-    """Raises OSError where no plain file can be written at the local `path`, as where a folder or a pipe is."""
+    """Raises OSError where no plain file can be written at the local `path`, for example because it is a folder or a
+    pipe."""
     with contextlib.suppress(FileNotFoundError):
         if path.endswith("/") or not stat.S_ISREG(os.stat(path).st_mode):
             raise OSError(errno.EINVAL, "it is no plain file")
@@ -220,8 +244,8 @@ def check_plain(path):
 
 
 def check_run_path(path, other="place"):
-    """Raises UserError where no checkpoint saved at the path or address could be read back; symlinks are followed.
-    other: what to give another of."""
+    """Raises UserError where a checkpoint saved at the path or address could not be read back; symlinks are followed.
+    other: what the user should give another of, as the message calls it."""
     path = path if is_remote(path) else os.path.realpath(path)
     if found := MISREAD.search(path):
         raise UserError(
@@ -230,29 +254,33 @@ def check_run_path(path, other="place"):
 
 
 def part_of(path):
-    """A name beside the local `path` that nothing has, for what becomes `path` when it is whole."""
+    """A new name beside the local `path`, for the unfinished file or folder that is renamed to `path` when it is
+    whole."""
     folder, name = os.path.split(path)
     return os.path.join(folder, f"{name}.{secrets.token_hex(8)}.part")
 
 
 def remove_parts(folder, name="*"):
-    """Remove what killed programs left unfinished of a name in a local folder, by default of all in it."""
+    """Remove the unfinished files that killed programs left in a local folder: those of one name, or by default all."""
     name = name if name == "*" else glob.escape(name)
     for path in glob.glob(os.path.join(glob.escape(folder), f"{name}.*.part")):
         if PART.search(path):
             with contextlib.suppress(OSError), locked(path, fcntl.LOCK_NB):
-                # not reached while a program writes it
+                # Reached only if no program is writing it: a writer holds this lock.
                 shutil.rmtree(path) if os.path.isdir(path) else os.remove(path)
 
 
 @contextlib.contextmanager
 def locked(path, how=0):
-    """Hold the system's lock of a file or folder, which ends with the process. With LOCK_NB raises OSError."""
+    """Hold the operating system's lock of a file or folder, which ends with the process at the latest. With `how`
+    LOCK_NB raises OSError where another process holds it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | how)
-        except OSError:  # also from a file system without locks
+        except (
+            OSError
+        ):  # raised also by a file system without locks, where the caller continues without one
             if how:
                 raise
         yield
@@ -262,7 +290,7 @@ def locked(path, how=0):
 
 @contextlib.contextmanager
 def removed(remove):
-    """Call `remove` at the end, also where a signal ends the process meanwhile."""
+    """Call `remove` at the end of a `with` block, also if a signal ends the process before."""
     interrupts.given_back.append(remove)
     try:
         yield
@@ -273,8 +301,8 @@ def removed(remove):
 
 @contextlib.contextmanager
 def replacing(path, lasting=True):
-    """A binary file to write and read that becomes the local `path`, or the target of that symlink, when it is whole;
-    if `lasting`, also where the machine fails right after. Raises OSError."""
+    """A binary file to write and read, which at the end of the `with` block replaces the local `path`, or the target of
+    a symlink. If `lasting`, it is on disk then, even if the machine fails right after. Raises OSError."""
     check_plain(path)
     path = os.path.realpath(path)
     os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -298,12 +326,13 @@ def replacing(path, lasting=True):
         with contextlib.suppress(OSError):
             os.chmod(part, stat.S_IMODE(os.stat(path).st_mode))
         with interrupts.ending:
-            os.replace(part, path)  # `remove` finds nothing then
+            os.replace(part, path)  # after this, `remove` finds no file
 
 
 @contextlib.contextmanager
 def appearing(folder):
-    """A new folder that becomes `folder` when all is written, and is removed where that fails. Raises UserError."""
+    """A new folder to fill, which is renamed to `folder` at the end of the `with` block, or removed if the block fails.
+    Raises UserError."""
     path = os.path.normpath(folder)
     remove_parts(*os.path.split(path))
     part = part_of(path)
@@ -333,33 +362,35 @@ def write_file(path, content):
 
 
 def check_writable(path, flag):
-    """Raises UserError where no file can be written at a local `path` that `flag` named: before one works for it."""
+    """Raises UserError where no file can be written at a local `path`, which `flag` named. Programs call it before the
+    work whose result they will write there."""
     if not path or is_remote(path):
         return
     try:
         check_plain(path)
-        at = os.path.dirname(os.path.realpath(path))
-        while not os.path.exists(at):
-            at = os.path.dirname(at)
-        tempfile.TemporaryFile(dir=at).close()
+        folder = os.path.dirname(os.path.realpath(path))
+        while not os.path.exists(folder):
+            folder = os.path.dirname(folder)
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as e:
         why = f"cannot be written ({e.strerror})"
         raise UserError(why, flag=flag, value=path, remedy="give another") from None
 
 
 def check_not_pipe(path):
-    """Raises UserError where what is at a local `path` may never end, as a named pipe or a symlink to a device: whoever
-    reads it would wait. One that was given as such, /dev/stdin or a shell's /dev/fd/63, is read."""
+    """Raises UserError where a local `path` is a named pipe or a symlink to a device, since reading it may never end.
+    A path below /dev is read nevertheless: the user gave /dev/stdin, or a shell's /dev/fd/63, on purpose."""
     if is_remote(path) or path.startswith("/dev/"):
         return
-    with contextlib.suppress(OSError):  # whoever reads it will say so
-        kind = os.stat(path).st_mode
-        if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):
+    with contextlib.suppress(OSError):  # the program that reads it will report the error
+        mode = os.stat(path).st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
             raise UserError("is a pipe or a device", value=path, remedy="put a file there")
 
 
 def read_file(path):
-    """Bytes of a local file or remote object, None where there is none. Raises UserError where it cannot be read."""
+    """The bytes of a local file or remote object, None where there is none. Raises UserError where it cannot be
+    read."""
     check_not_pipe(path)
     try:
         return ask(path, "cat_file")
@@ -370,7 +401,8 @@ def read_file(path):
 
 
 def read_json(*path):
-    """The object in a JSON file, its path in parts; {} where there is none. Raises UserError where it is no object."""
+    """The object in a JSON file, whose path is given in parts; {} where there is no file. Raises UserError where it
+    holds anything but an object."""
     path = os.path.join(*path)
     content = read_file(path)
     try:
@@ -389,7 +421,8 @@ def write_json(path, content):
 
 
 def to_json(content, **settings):
-    """JSON of `content`, with null for numbers that are not finite, since it has no others; settings: of json.dumps."""
+    """The JSON of `content`, with null for numbers that are not finite, which JSON cannot express. settings: arguments
+    of json.dumps."""
 
     def finite(x):
         if isinstance(x, dict):

@@ -1,65 +1,78 @@
-"""The signals that ask a program to end, from its first line on.
+"""The signals that ask a program to end. They are handled from its first line on.
 
-Imports nothing that takes time to load: Ctrl-C in the middle of that would end in a traceback.
+This file imports nothing that takes time to load, since Ctrl-C during such an import would end in a traceback.
 """
 
-import _signal as signal  # what is behind signal, without its enums
+import _signal as signal  # the C module behind `signal`; it loads fast, since it has no enums
 import os
 import sys
 import time
 from _thread import allocate_lock
 
-INSISTING = signal.SIGINT, signal.SIGTERM  # which a person or a supervisor repeats on purpose
-# A terminal that is closed; a batch system before the time of its job is over; the limit of a process's CPU time.
+INSISTING = (
+    signal.SIGINT,
+    signal.SIGTERM,
+)  # signals that a person or a supervisor repeats on purpose
+# The others come when a terminal is closed (SIGHUP), from a batch system before the time of a job is over (SIGUSR1,
+# SIGUSR2), and at the limit of a process's CPU time (SIGXCPU).
 SIGNALS = *INSISTING, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU
-PACKAGES = "jax", "optax", "orbax", "tiktoken", "fsspec"  # that every program needs
+PACKAGES = "jax", "optax", "orbax", "tiktoken", "fsspec"  # packages that every program needs
 NOTHING_LOST = "interrupted while no step was in progress; nothing was lost"
-words = NOTHING_LOST  # what a signal says that ends main.py at once, unless it could not save all
+words = NOTHING_LOST  # printed when a signal ends main.py at once; replaced where something could not be saved
 
-BEGAN = time.time()  # of the process
-given_back = []  # functions that release what is held of others; they run also where the process ends at once
-ending = allocate_lock()  # held while the process ends; workers start under it, whole or not at all
+BEGAN = time.time()  # when the process started
+# Functions that release what other processes may wait for. They run also where the process ends at once.
+given_back = []
+# Held while the process ends. Code that starts a worker process, or creates or renames a file, holds it meanwhile, so
+# that the process never ends in the middle of that.
+ending = allocate_lock()
 
 
 def end(status, words):
-    """End the process now, whatever its threads do, with these words on stderr."""
-    ending.acquire(True, 5)
-    try:  # past sys.stderr, which another thread may be writing to
+    """End the process now, whatever its threads are doing, and print these words on stderr."""
+    ending.acquire(True, 5)  # at most 5 s: the process must end even if another thread hangs
+    try:  # not by sys.stderr, which another thread may be writing to
         os.write(2, f"{words}\n".encode() if words else b"")
-    except OSError:  # a terminal that is gone
+    except OSError:  # the terminal is gone
         pass
-    if given_back:  # not during the first imports, which may be those of threading
+    if given_back:  # it is empty during the first imports, when `threading` may be half imported
         import threading
 
-        thread = threading.Thread(target=give_back, daemon=True)
+        thread = threading.Thread(target=release_all, daemon=True)
         thread.start()
-        thread.join(5)  # storage may not answer
+        thread.join(5)  # the storage may not answer
     os._exit(status)
 
 
-def give_back():
+def release_all():
+    """Call the functions of `given_back`."""
     for release in [*given_back]:
         try:
             release()
-        except Exception:  # the next ones are to be released too
+        except Exception:  # an error must not keep the next ones from being released
             pass
 
 
 def heeded():
-    """The SIGNALS but for those that whoever started this program had it ignore, as nohup does with SIGHUP. A shell
-    ignores SIGINT for what it puts in the background, which is no such wish."""
+    """The SIGNALS that this program handles: all but those that were set to be ignored when it was started, as nohup
+    does with SIGHUP. SIGINT is handled even so, since a shell ignores it for every program in the background."""
     ignored = {number for number in SIGNALS if signal.getsignal(number) == signal.SIG_IGN}
     return [number for number in SIGNALS if number in INSISTING or number not in ignored]
 
 
 def install(words="interrupted"):
-    """What every program calls first. From now on a signal ends the process with these words, as soon as the main
-    thread is in Python, also in the middle of an import. A process that the program spawned ends without a word. A
-    package that is missing ends the program with a sentence, too."""
+    """Handle signals simply until `run` or `Interrupt` replaces this: end the process and print these words. A spawned
+    process prints nothing. Every program calls it first.
+
+    The handler runs only when the main thread executes Python, which during imports is soon. Ends the program where a
+    package is missing.
+    """
     words = "" if "__mp_main__" in sys.modules else words
     for number in heeded():
         signal.signal(number, lambda number, _: end(128 + number, words))
-    from importlib.util import find_spec  # here: a signal while it is imported is heard
+    from importlib.util import (
+        find_spec,
+    )  # here, so that a signal during this import is handled already
 
     from runtime.messages import open_streams
 
@@ -73,9 +86,12 @@ def install(words="interrupted"):
 
 
 def run(program):
-    """What every program calls last: run `program()` and end the process, with the status that it returns or 0, or as
-    `messages.one_sentence` does. A signal ends it at once, with a word: libraries that are being imported or that wait
-    for threads would make a KeyboardInterrupt something else."""
+    """Run `program()` and end the process with the status that it returns, or 0, or as `messages.one_sentence` does.
+    Every program ends with this call.
+
+    A signal ends the process at once, with a word. It does not raise KeyboardInterrupt, which libraries that are being
+    imported or that wait for threads would turn into another error.
+    """
     import multiprocessing
 
     from runtime import messages
@@ -90,9 +106,11 @@ def run(program):
     sys.exit(done if isinstance(done, int) else 0)
 
 
-def watch(note):
-    """Call note(number) in a thread of its own for every signal, at once: a handler of Python's would wait until the
-    main thread comes out of XLA, which may compile for minutes. Returns a function that ends this."""
+def watch(on_signal):
+    """Call on_signal(number) for every signal, at once, in a thread of its own. Returns a function that ends this.
+
+    A usual Python handler would run only when the main thread returns from XLA, which may compile for minutes.
+    """
     import threading
 
     read_end, write_end = os.pipe()
@@ -101,14 +119,14 @@ def watch(note):
     def listen():
         while received := os.read(read_end, 1):  # empty when the pipe is closed
             if received[0] in SIGNALS:
-                note(received[0])
+                on_signal(received[0])
 
     handlers = {number: signal.signal(number, lambda *_: None) for number in heeded()}
-    before = signal.set_wakeup_fd(write_end)  # Python writes the number of each signal there
+    before = signal.set_wakeup_fd(write_end)  # Python writes the number of each signal to this pipe
     thread = threading.Thread(target=listen, name="signals", daemon=True)
     thread.start()
 
-    def over():
+    def stop():
         signal.set_wakeup_fd(before)
         for number, handler in handlers.items():
             signal.signal(number, handler or signal.SIG_DFL)
@@ -116,4 +134,4 @@ def watch(note):
         thread.join()
         os.close(read_end)
 
-    return over
+    return stop

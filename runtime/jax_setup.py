@@ -1,4 +1,4 @@
-"""Settings of jax and of the libraries below it, made here and nowhere at import."""
+"""Settings of jax and of the libraries below it. They are made by these functions; importing a module changes none."""
 
 import logging
 import os
@@ -12,11 +12,13 @@ from runtime.messages import UserError, warn
 
 
 def quiet_libraries():
-    """Silence what the libraries log about errors that the programs here report themselves, in a sentence each."""
-    absl_logging.set_verbosity(absl_logging.FATAL)  # Orbax's
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # a trace for each of Orbax's tasks
+    """Silence what the libraries log about errors that the programs here report themselves, in one sentence each."""
+    absl_logging.set_verbosity(absl_logging.FATAL)  # used by Orbax
+    logging.getLogger("asyncio").setLevel(
+        logging.CRITICAL
+    )  # it logs a traceback for each of Orbax's tasks
 
-    # how reads of Orbax end after another one failed, and uploads of gcsfs
+    # The errors with which Orbax's reads end after another read has failed, and gcsfs's uploads after another upload.
     ends = "Event loop is closed", "Existing exports of data: object cannot be re-sized"
 
     def hook(unraisable):
@@ -27,20 +29,20 @@ def quiet_libraries():
 
 
 def configure_jax(cfg):
-    """Silence the libraries, and set the compilation cache and the precision of products as `cfg` says."""
+    """Silence the libraries, and set the compilation cache and the precision of matrix products from the flags."""
     quiet_libraries()
     cache = os.path.expanduser(cfg.run.compilation_cache)
     if cache:
         try:
             check_writable(os.path.join(cache, "entry"), "compilation_cache")
             jax.config.update("jax_compilation_cache_dir", cache)
-        except UserError as e:  # one warning; jax would give one for every program that it compiles
+        except UserError as e:  # only warn, once: jax would warn for every program that it compiles
             warn(e)
     set_precision(cfg)
 
 
 def set_precision(cfg):
-    """Have jax multiply as precisely as --model_dtype says."""
+    """Set the precision of matrix products that --model_dtype asks for."""
     if cfg.model.model_dtype == "float32":
-        # accelerators would otherwise round the inputs of matrix products
+        # By default, accelerators round the inputs of float32 products to fewer bits.
         jax.config.update("jax_default_matmul_precision", "float32")

@@ -1,4 +1,4 @@
-"""Errors and lines that a user reads."""
+"""The errors and lines that a user reads: how they are worded, and where they are printed."""
 
 import contextlib
 import difflib
@@ -8,8 +8,8 @@ import signal
 import sys
 import time
 
-# What an address may hold that is nobody else's: what precedes @ in it (a revision of the hub's may, too), and what
-# its query says under such a name, X-Amz-Signature or access_token.
+# The secrets that an address may hold: what precedes @ in it (but for hf://, where a revision may follow @), and the
+# values in its query whose names are like these, such as X-Amz-Signature and access_token.
 BEFORE_HOST = re.compile(r"(?<!hf)(://)[^\s/'\"]+@")
 NAMES = "token|sig|secret|pass|pwd|key|cred|auth|session|code"
 IN_QUERY = re.compile(rf"([?&;][^\s=&;]*(?:{NAMES})[^\s=&;]*=)[^\s&;'\"),]+", re.IGNORECASE)
@@ -17,7 +17,7 @@ HIDDEN = "***"
 
 
 def masked(text):
-    """The text with HIDDEN for passwords and tokens in the addresses in it."""
+    """The text with HIDDEN in place of the passwords and tokens of the addresses in it."""
     text = BEFORE_HOST.sub(rf"\1{HIDDEN}@", str(text))
     return IN_QUERY.sub(rf"\1{HIDDEN}", text)
 
@@ -40,7 +40,7 @@ class UserError(Exception):
     file, a caller that knows them calls `renamed`; nobody rewrites the sentence.
     """
 
-    status = 2  # of a program that it ends
+    status = 2  # the exit status of a program that it ends
 
     def __init__(self, said, *, flag="", value=None, remedy="", where="", **others):
         super().__init__(said)
@@ -50,16 +50,17 @@ class UserError(Exception):
         self.remedy = remedy
         self.where = where
         self.others = others
-        self.names = {}  # {flag: what its user calls it}; else --flag
+        self.names = {}  # {flag: what the user calls it}; a flag that is not in it is called --flag
 
     def renamed(self, where="", **names):
-        """This error, with flags as their user knows them, "" where he knows none, and the file that holds them."""
+        """This error, with {flag: the name by which the user knows it, "" for none} and the file that holds the
+        flags."""
         self.names |= names
         self.where = where or self.where
         return self
 
     def worded(self, flag, value):
-        """A flag and its value, as a command line or the file has them."""
+        """A flag and its value, as they would be written on the command line or in the file."""
         name = self.names.get(flag, f"--{flag}")
         if value is None or value is True:
             return name
@@ -73,7 +74,8 @@ class UserError(Exception):
         return f"{name} {words}".strip()
 
     def with_others(self, text):
-        """`text` with each {flag} of `others` worded. What else is in braces may be a user's."""
+        """`text` with the wording of each {flag} of `others`. Other braces stay, since they may be part of a user's
+        value."""
         for flag, value in self.others.items():
             text = text.replace(f"{{{flag}}}", self.worded(flag, value))
         return text
@@ -91,7 +93,8 @@ class UserError(Exception):
 
 
 class Unavailable(UserError):
-    """What may pass by itself, such as an outage of storage: tools/cluster/supervise.sh tries again."""
+    """A problem that may pass by itself, such as an outage of the storage. tools/cluster/supervise.sh starts a program
+    that it ended again."""
 
     status = 75  # "temporary failure" in sysexits.h
 
@@ -104,22 +107,31 @@ def first_line(error):
 
 
 def open_streams():
-    """Prepare the standard streams of a program for any text. Characters that their encoding lacks are escaped, as
-    Python does on stderr by itself. A stream that was closed is opened to /dev/null: the next file would get its
-    number, and in it whatever a library prints."""
+    """Prepare the standard streams of a program for any text.
+
+    Characters that their encoding lacks are escaped, as Python does on stderr by itself. A stream that is closed is
+    opened to /dev/null. Otherwise the next file that the program opens would get the stream's number, and with it
+    whatever a library prints.
+    """
     for name, mode in dict(stdin="r", stdout="w", stderr="w").items():
         if getattr(sys, name) is None:
-            number = os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is the stream's
+            number = os.open(
+                os.devnull, os.O_RDWR
+            )  # it gets the lowest free number, which is the stream's
             os.set_inheritable(number, True)
             setattr(sys, name, open(number, mode))
-    with contextlib.suppress(AttributeError):  # a notebook has streams of another kind
+    with contextlib.suppress(AttributeError):  # the streams of a notebook have no `reconfigure`
         sys.stdout.reconfigure(errors="backslashreplace")
         sys.stdin.reconfigure(errors="surrogateescape")
 
 
 def one_sentence(program):
-    """Run `program()`; a UserError becomes one line and its status, a reader of its output that has left status 141,
-    and output that cannot be written, as to a full disk, a line and status 1."""
+    """The result of `program()`. Errors that a user can fix end the process with at most one line:
+
+    - a UserError with its sentence and its status;
+    - an output whose reader has ended, such as `head`, silently with status 141, as the shell has it;
+    - an output that cannot be written, as to a full disk, with a sentence and status 1.
+    """
     try:
         done = program()
         sys.stdout.flush()
@@ -141,7 +153,7 @@ def one_sentence(program):
 
 
 def can_print():
-    """Whether stdout takes a line: an error of writing does not tell which file it is of."""
+    """Whether stdout accepts a line. An OSError does not say which file could not be written, so this asks."""
     try:
         print(flush=True)
     except OSError:
@@ -150,27 +162,27 @@ def can_print():
 
 
 def give_up_stdout():
-    """Send what else is printed nowhere: Python flushes once more at its end."""
+    """Discard what else is printed. Python flushes stdout once more as it ends, which would fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def nearest(word, known, least=0.6):
-    """The words "; the nearest is X" for one of the words `known`, or "" where none is near: `least` of both is
-    alike."""
+    """The words "; the nearest is X" for the one of the words `known` that is most like `word`; "" if none is at least
+    `least` like it, from 0 to 1 as difflib measures it."""
     plain = {name.lower(): name for name in known}
     near = difflib.get_close_matches(word.lower(), plain, 1, least)
     return f"; the nearest is {plain[near[0]]}" if near else ""
 
 
 def size(n):
-    """Bytes in a unit that fits: 0.06 KiB, 16.00 KiB, 0.12 GiB."""
+    """A number of bytes in a unit that suits it: 0.06 KiB, 16.00 KiB, 0.12 GiB."""
     for power, unit in enumerate(("KiB", "MiB", "GiB"), 1):
         if n < 102.4 * 1024**power or power == 3:
             return f"{n / 1024**power:.2f} {unit}"
 
 
 def short(n):
-    """A number of tokens or parameters: 287k, 1.15M, 2.49B, 4.72T."""
+    """A number of tokens or parameters in few characters: 287k, 1.15M, 2.49B, 4.72T."""
     for unit, each in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
         if n >= 0.9995 * each:
             return f"{n / each:.2f}{unit}"
@@ -191,7 +203,7 @@ def duration(seconds):
     return f"{s}s"
 
 
-spoke = time.monotonic()  # when something was printed last
+spoke = time.monotonic()  # when something was last printed; see pulse.py
 
 
 def say(words):
@@ -200,17 +212,17 @@ def say(words):
 
 
 def say_aside(words):
-    """Print words on stderr, at once: stdout may be one JSON object."""
+    """Print words on stderr, at once. Stdout is left alone, since it may be one JSON object."""
     put_line(masked(words), sys.stderr)
 
 
 def put_line(line, file):
-    """Print a line at once, above the bars that a terminal shows."""
+    """Print a line at once, above any progress bars on the terminal."""
     global spoke
     spoke = time.monotonic()
-    with contextlib.suppress(OSError):  # a full disk under the log ends no training
-        bars = sys.modules.get("tqdm")  # where it is not imported there are none
-        # tqdm has no public name for the bars that are open
+    with contextlib.suppress(OSError):  # a full disk below the log must not end training
+        bars = sys.modules.get("tqdm")  # a program that has not imported it has no bars
+        # tqdm has no public name for the list of open bars.
         if bars and getattr(bars.tqdm, "_instances", None):
             bars.tqdm.write(line, file=file)
         else:
@@ -219,15 +231,16 @@ def put_line(line, file):
 
 
 def warn(words):
+    """Print a warning on stderr."""
     say_aside(f"warning: {words}")
 
 
 def say_error(sentence):
-    """Print what is wrong as one line: what a user wrote may have several."""
+    """Print an error as one line. The values in it that a user wrote may have several lines."""
     say_aside(f"error: {' '.join(str(sentence).splitlines())}")
 
 
 def flush_output():
-    """Write what was printed, if anybody reads it."""
+    """Write what was printed so far, if stdout still has a reader."""
     with contextlib.suppress(OSError):
         sys.stdout.flush()

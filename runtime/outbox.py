@@ -1,4 +1,4 @@
-"""Files on their way to a bucket: a thread writes them, so that a run never waits for what it says of itself."""
+"""Writes files to a bucket in a thread, so that a run never waits for its own log."""
 
 import threading
 import time
@@ -6,22 +6,27 @@ import time
 from runtime.files import ask, is_remote, write_file
 from runtime.messages import first_line, warn
 
-MOST = 64 << 20  # bytes that may wait, in an outage of hours
-PAUSE = 10  # seconds before a file is tried again, which each time takes a minute
+MOST = 64 << 20  # bytes that may wait to be written; an outage of hours must not fill the memory
+# Seconds before a failed write is repeated. Each write takes about a minute to fail, since `files.persist` repeats it
+# too.
+PAUSE = 10
 
 
 class Outbox:
-    """Writes files, or removes them, in the order in which they were put, each until that is done. Of a file that waits
-    only the newest content is written. Local ones are written at once. No failure is an error: it is a warning."""
+    """Writes and removes files in the order of the calls of `put`, and repeats each until it succeeds.
+
+    Of a file that waits, only the newest content is written. Local files are written at once. A failure raises no
+    error: it is printed as a warning.
+    """
 
     def __init__(self):
-        self.waiting = {}  # {address: bytes, or None where it is to be removed}
-        self.changed = threading.Condition()
+        self.waiting = {}  # {address: bytes, or None for a file to be removed}
+        self.changed = threading.Condition()  # of `waiting` and `busy`
         self.busy = None  # the address that is being written
         self.thread = None
 
     def put(self, path, content):
-        """Have bytes or text written to a path or address; None: have it removed."""
+        """Have bytes or text written to a path or address; with None, have the file removed."""
         if not is_remote(path):
             attempt(lambda: deliver(path, content), f"{path} could not be written")
             return
@@ -31,21 +36,22 @@ class Outbox:
             while sum(map(len, filter(None, self.waiting.values()))) > MOST:
                 oldest = next(path for path, content in self.waiting.items() if content)
                 del self.waiting[oldest]
-                warn(f"{oldest} is given up: too much waits for the storage to answer")
+                warn(f"{oldest} is given up: too much is waiting for the storage to answer")
             if not self.thread:
                 self.thread = threading.Thread(target=self._work, name="outbox", daemon=True)
                 self.thread.start()
             self.changed.notify_all()
 
     def drop(self, path):
-        """Forget what waits to be written to a path; have it removed where it was written."""
+        """Undo the `put` of a path: forget its content if it still waits, else have the file removed."""
         with self.changed:
             waited = self.waiting.pop(path, None) is not None and path != self.busy
         if not waited:
             self.put(path, None)
 
     def _work(self):
-        failed = False
+        """The thread: write the files that wait, the oldest first."""
+        failed = False  # whether the newest write failed; a warning is printed for the first failure only
         while True:
             with self.changed:
                 self.changed.wait_for(lambda: self.waiting)
@@ -53,42 +59,44 @@ class Outbox:
                 self.busy = path
             try:
                 deliver(path, content)
-            except Exception as e:  # whatever the storage makes the libraries raise
+            except Exception as e:  # any class: every kind of storage has errors of its own
                 if not failed:
-                    warn(f"{path} could not be written ({first_line(e)}); it is tried again")
+                    warn(f"{path} could not be written ({first_line(e)}); trying again")
                 failed = True
                 time.sleep(PAUSE)
                 continue
             failed = False
             with self.changed:
                 self.busy = None
-                if self.waiting.get(path, self) is content:  # nothing newer was put meanwhile
+                if (
+                    self.waiting.get(path, self) is content
+                ):  # otherwise newer content was put meanwhile
                     del self.waiting[path]
                 self.changed.notify_all()
 
     def settle(self, seconds):
-        """Wait until everything is written, at most so long; what is not is returned: addresses."""
+        """Wait until everything is written, for at most that many seconds. Returns the addresses that still wait."""
         with self.changed:
             self.changed.wait_for(lambda: not self.waiting, seconds)
             return [*self.waiting]
 
 
 def deliver(path, content):
-    """Write bytes or text to a path or address, or remove it with None."""
+    """Write bytes or text to a path or address, or with None remove the file."""
     if content is not None:
         write_file(path, content)
         return
     try:
         ask(path, "rm_file")
-    except FileNotFoundError:  # a try before this one, whose answer was lost
+    except FileNotFoundError:  # an earlier try removed it, and its answer was lost
         pass
 
 
 def attempt(work, what):
-    """Call work(); whether it went well. A failure is printed as a warning, which begins with `what`."""
+    """Call work() and return whether it succeeded. A failure is printed as a warning that starts with `what`."""
     try:
         work()
-    except Exception as e:  # training continues without its log or a profile
+    except Exception as e:  # any class: training continues without its log or a profile
         warn(f"{what}: {first_line(e)}")
         return False
     return True

@@ -1,6 +1,6 @@
-"""The devices that jax will find: which kind, the flags that XLA needs for it, its peak. No jax in here.
+"""Which devices jax will find on this machine, and the flags that XLA needs for them. Does not import jax at the top.
 
-python runtime/platforms.py     prints what this machine computes on: tpu, gpu or cpu (setup_tpu.sh asks so)
+python runtime/platforms.py     prints what this machine computes on: tpu, gpu or cpu (setup_tpu.sh calls it)
 """
 
 import functools
@@ -14,8 +14,8 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-# Flags for XLA by platform. Simulated CPU devices share few cores, so a device may wait long for its peers. TPUs and
-# GPUs compute while bytes travel.
+# {platform: flags for XLA}. Simulated CPU devices share few cores, so a device may wait long for the others in a
+# collective: the limits are raised. On TPUs and GPUs the flags let computation overlap with communication.
 XLA_FLAGS = {
     "cpu": [
         "--xla_cpu_collective_call_warn_stuck_timeout_seconds=300",
@@ -30,7 +30,7 @@ XLA_FLAGS = {
         "--xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter=true",
     ],
 }
-# What jax needs beside itself for an accelerator: one of these modules.
+# {accelerator: modules, one of which jax needs beside itself}.
 PLUGINS = {"gpu": ("jax_cuda12_plugin", "jax_cuda13_plugin"), "tpu": ("libtpu",)}
 
 
@@ -42,19 +42,19 @@ def accelerator():
 
 def hardware():
     """What this machine has, whatever JAX_PLATFORMS says: "tpu", "gpu" or "cpu"."""
-    # WSL has no /dev/nvidia0; looking at /dev first spares the second that nvidia-smi takes
+    # nvidia-smi is needed where /dev/nvidia0 is missing, as in WSL. It takes a second, so /dev is checked first.
     if glob.glob("/dev/nvidia[0-9]*") or nvidia_smi_lists_gpus():
         return "gpu"
     if glob.glob("/dev/accel[0-9]*"):
         return "tpu"
-    # vfio hands any device to a program: a TPU is by Google
+    # Newer TPUs are vfio devices, as many others are. 0x1ae0 is Google's PCI vendor id.
     vendors = glob.glob("/sys/bus/pci/devices/*/vendor") if glob.glob("/dev/vfio/[0-9]*") else []
     is_tpu = any(Path(path).read_text().strip() == "0x1ae0" for path in vendors)
     return "tpu" if is_tpu else "cpu"
 
 
 def platform():
-    """The platform that jax will choose, found without importing it: that of the accelerator, if jax has the plugin."""
+    """The platform that jax will choose, without importing jax: the accelerator's, if its plugin is installed."""
     if chosen := chosen_platform():
         return chosen
     found = accelerator()
@@ -62,26 +62,26 @@ def platform():
 
 
 def has_plugin(accelerator):
-    """Whether what jax needs for an accelerator is installed."""
+    """Whether the plugin that jax needs for an accelerator is installed."""
     return any(importlib.util.find_spec(name) for name in PLUGINS.get(accelerator, ()))
 
 
 def cpu_has_bfloat16():
-    """Whether XLA multiplies in bfloat16 on this machine's CPU: with Intel's AMX, from jax 0.11 on."""
+    """Whether XLA multiplies in bfloat16 on this machine's CPU. It does with Intel's AMX, from jax 0.11 on."""
     info = Path("/proc/cpuinfo")
     major, minor, *_ = map(int, re.findall(r"\d+", version("jaxlib")))
     return (major, minor) >= (0, 11) and info.exists() and " amx_bf16" in info.read_text()
 
 
 def chosen_platform():
-    """The first platform of JAX_PLATFORMS, "" where nothing is chosen."""
+    """The first platform of JAX_PLATFORMS; "" where the variable is not set."""
     name = os.environ.get("JAX_PLATFORMS", "").split(",")[0]
     return "gpu" if name in ("cuda", "rocm") else name
 
 
 @functools.cache
 def nvidia_smi_lists_gpus():
-    """Whether NVIDIA's own tool is there and finds a GPU."""
+    """Whether nvidia-smi is installed and lists a GPU."""
     if not shutil.which("nvidia-smi"):
         return False
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
@@ -89,15 +89,17 @@ def nvidia_smi_lists_gpus():
 
 
 def set_xla_flags(n_devices, num_processes=1):
-    """Add this platform's XLA flags to the environment; what the user has set there stays and wins. Of n_devices
-    simulated ones each process gets its part."""
-    # jax would complain where a plugin is installed, as for --plan, and no accelerator is there
+    """Add this platform's XLA flags to the environment. Flags that the user has set there stay, and win.
+
+    n_devices: number of simulated CPU devices, which are divided among the processes; 0: no such flag is added.
+    """
+    # If a plugin is installed, for example for --plan, jax would complain that the accelerator is missing.
     if not os.environ.get("JAX_PLATFORMS") and accelerator() == "cpu":
         choose_cpu()
-    # the TPU compiler has a variable of its own
+    # The TPU compiler reads its flags from another variable.
     variable = "LIBTPU_INIT_ARGS" if platform() == "tpu" else "XLA_FLAGS"
     now = os.environ.get(variable, "").strip()
-    if os.path.isfile(now):  # XLA reads its flags there
+    if os.path.isfile(now):  # the variable may also name a file that holds the flags
         now = Path(now).read_text()
     flags = list(XLA_FLAGS.get(platform(), []))
     if n_devices and platform() == "cpu":
@@ -106,27 +108,28 @@ def set_xla_flags(n_devices, num_processes=1):
     added = [flag for flag in flags if name_of_flag(flag) not in given]
     os.environ[variable] = " ".join([now, *added]).strip()
     if num_processes > 1:
-        # C++ would report a lost process over and over, for which main.py has a sentence
+        # The C++ code would report a lost process over and over, which main.py reports in one sentence.
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 
 def name_of_flag(word):
-    """The name of an XLA flag as it is given: --name=value, --name, or --noname, by which libtpu turns one off."""
+    """The name of an XLA flag that is given as --name=value, as --name, or as --noname, with which libtpu turns one
+    off."""
     return re.match(r"(?:--?(?:no)?)?([^=]*)", word)[1]
 
 
 def find_devices():
-    """Have jax find the devices. Raises UserError where it finds none that JAX_PLATFORMS names, `Unavailable` where it
-    cannot use those that are there."""
+    """Have jax find the devices. Raises UserError where it finds none of those that JAX_PLATFORMS names, `Unavailable`
+    where it cannot use those that the machine has."""
     import jax
 
-    # here: run alone, this file finds no other
+    # imported here, since this file is also run as a program, which finds no other module of this repository
     from runtime.messages import Unavailable, UserError, first_line
 
     try:
         jax.devices()
         return
-    except Exception as e:  # RuntimeError, or AssertionError for a GPU that is not there
+    except Exception as e:  # a RuntimeError, or an AssertionError for a missing GPU
         error = e
     has = hardware()
     usable = {"cpu", "cuda" if has == "gpu" else has}
@@ -146,14 +149,14 @@ def find_devices():
 
 
 def choose_cpu():
-    """Have jax look for no accelerator, also where it is imported already but has not looked for devices yet."""
+    """Keep jax from searching for accelerators. It works before jax is imported and after, until jax has searched."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     if "jax" in sys.modules:
         sys.modules["jax"].config.update("jax_platforms", "cpu")
 
 
 def use_no_device():
-    """Keep jax off the machine's own devices, and a TPU compiler from looking for any."""
+    """Keep jax away from the machine's own devices, and the TPU compiler from searching for any."""
     choose_cpu()
     os.environ.update(
         TPU_SKIP_MDS_QUERY="1",

@@ -1,4 +1,4 @@
-"""The processes of a run: how they meet, agree on their flags and on when to stop, and report where they hang."""
+"""The processes of a run: how they connect, agree on their flags and on when to stop, and report where they hang."""
 
 import contextlib
 import faulthandler
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# jax.process_index() would look for devices, which waits for the other processes
+# The process's number comes from here, since jax.process_index() would search for devices, and wait for the others.
 from jax._src import distributed
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
@@ -29,25 +29,25 @@ from runtime import interrupts, locks, platforms
 from runtime.files import read_file, write_file
 from runtime.messages import Unavailable, UserError, first_line, flush_output, say, say_aside
 
-# How errors of jax's tell that another process does not answer any more.
+# Words in jax's errors that mean that another process no longer answers.
 LOSS = re.compile(
     "Gloo|NCCL|UNAVAILABLE|Connection closed by peer|Connection reset|heartbeat|coordination"
 )
-# tools/cluster/on_host.sh: start knows by "its log says why" that another host's does
+# tools/cluster/on_host.sh: start searches for "its log says why": then the reason is in the log of another host.
 ANOTHER = "another process failed; its log says why."
 LOST = "another process of this run was lost; its log says why"
-# Statuses of a process, each worse than the one before: where several fail, all end with the worst. After UserError's a
-# supervisor does not start its process again, and one alone would wait for the others.
+# Exit statuses of a process, from the best to the worst. Where several processes fail, all end with the worst of their
+# statuses: a supervisor does not restart a process after a UserError, and the restarted ones would wait for that one.
 ENDS = 0, 1, Unavailable.status, UserError.status
-LINGER = 6  # seconds that process 0 waits for the end of the others
-watched = threading.Event()  # set where `end_with_the_first` has nothing more to do
-LOOPBACK = "localhost", "127.0.0.1", "[::1]"  # which no other machine reaches
-STUCK = 10  # times its median from which a part of the loop is taken for stuck
+LINGER = 6  # seconds that process 0 waits for the others to end
+watched = threading.Event()  # set when `end_with_the_first` is no longer needed
+LOOPBACK = "localhost", "127.0.0.1", "[::1]"  # hosts that no other machine can reach
+STUCK = 10  # an activity of the loop counts as stuck after this many times its median duration
 
 
 def end_at_once(error):
-    """Print the error and end this process, one of several. At a usual exit jax would wait for the others, which wait
-    for this one, and end in a stack trace."""
+    """Print the error and end this process, which is one of several. With a usual exit, jax would wait for the other
+    processes, which wait for this one, and end in a stack trace."""
     words = f"error: {error}"
     if not isinstance(error, UserError):
         if LOSS.search(str(error)):
@@ -64,14 +64,17 @@ def end_at_once(error):
 
 
 def rank_of(error):
-    """Place in ENDS of the exit status that an error, or None, gives a process."""
+    """The index in ENDS of the exit status of a process that ends with this error, or with None."""
     status = error.status if isinstance(error, UserError) else int(error is not None)
     return ENDS.index(status)
 
 
 def publish_status(status):
-    """Tell the other processes that this one ends, with which status. With process 0 they would end too, in a stack
-    trace: it waits until they have told their end, for some seconds."""
+    """Publish to the other processes that this one ends with this status.
+
+    Process 0 then waits for LINGER seconds at most until all others have published theirs. It holds the key-value
+    store, and when it ends the others end too, in a stack trace.
+    """
     watched.set()
     me = distributed.global_state
     with contextlib.suppress(RuntimeError):  # process 0 is gone
@@ -79,25 +82,25 @@ def publish_status(status):
         if me.process_id > 0:
             return
         for _ in range(LINGER):
-            told = me.client.key_value_dir_get("ended/")
-            time.sleep(1)  # for those that have told it, and not ended yet
-            if len(told) == me.num_processes:
+            published = me.client.key_value_dir_get("ended/")
+            time.sleep(1)  # a process ends a moment after it has published its status
+            if len(published) == me.num_processes:
                 return
 
 
 def published_status():
-    """The worst exit status of those that processes have told as they ended; 0 where none has."""
+    """The worst exit status that processes have published so far; 0 where none has."""
     with contextlib.suppress(RuntimeError):  # process 0 is gone
-        told = distributed.global_state.client.key_value_dir_get("ended/")
-        return max([int(status) for _, status in told], key=ENDS.index, default=0)
+        published = distributed.global_state.client.key_value_dir_get("ended/")
+        return max([int(status) for _, status in published], key=ENDS.index, default=0)
     return 0
 
 
 def end_with_the_first():
-    """In a thread, until steps run: end this process soon after another one that failed alone. What the others wait for
-    no longer comes. Once steps run, they agree on their end (`Interrupt.agreed`)."""
+    """End this process soon after another one that failed alone, since the others would wait for it in vain. It runs in
+    a thread until steps run. From then on the processes agree on when to end (`Interrupt.agreed`)."""
     while not watched.wait(1):
-        # all may have failed together, and this one be about to print why
+        # All may have failed together, and this one may be about to print why: it gets 3 s for that.
         if published_status() and not watched.wait(3):
             status = published_status()
             publish_status(status)
@@ -105,8 +108,8 @@ def end_with_the_first():
 
 
 def join_processes(cfg, alike):
-    """Meet the other processes of the run, if there are any, agree with them on alike(), {name: value} of what all must
-    have in common, and find the devices of all. Raises UserError."""
+    """Connect to the other processes of the run, if there are any, check that alike() is the same in all of them, and
+    find the devices of all. alike() returns {name: value} of what they must have in common. Raises UserError."""
     run = cfg.run
     if run.num_processes != 1:
         connect(run)
@@ -124,21 +127,27 @@ def join_processes(cfg, alike):
 
 
 def leave(status):
-    """Leave the other processes, which leave too. Ends this one, with that status, where one is gone already."""
+    """Disconnect from the other processes, which do the same. If one of them is gone already, end this process with
+    that status."""
     watched.set()
     try:
         jax.distributed.shutdown()
-    except RuntimeError:  # all is saved, and jax would end in a trace
+    except (
+        RuntimeError
+    ):  # everything is saved, so the process may end; jax would end it in a stack trace
         flush_output()
         interrupts.end(status, "")
 
 
 def connect(run):
-    """Meet the other processes: at --coordinator, or where a TPU pod, Slurm or Kubernetes tells jax."""
-    # That service would swallow SIGTERM from here on; `Interrupt` makes a signal known to all processes.
+    """Connect to the other processes: at --coordinator or, without it, at the address that jax gets from a TPU pod,
+    Slurm or Kubernetes."""
+    # jax's own service would swallow SIGTERM from here on. `Interrupt` passes signals on to all processes instead.
     jax.config.update("jax_enable_preemption_service", False)
-    limit = 3 * run.peer_timeout  # machines do not all start at one moment
-    # else jax would end in a stack trace
+    limit = (
+        3 * run.peer_timeout
+    )  # longer than for a lost process, since machines start at different times
+    # A timer prints this before jax's own limit, which would end the process in a stack trace.
     words = (
         f"error: --peer_timeout {run.peer_timeout}: the processes did not all meet within {limit} s; does the same "
         f"command run on every host, each with its own --process_id, and can all reach --coordinator?"
@@ -151,7 +160,7 @@ def connect(run):
             **coordinator_arguments(run),
             initialization_timeout=limit + 60,
             heartbeat_timeout_seconds=run.peer_timeout,
-            shutdown_timeout_seconds=3600,  # process 0 may still upload its log
+            shutdown_timeout_seconds=3600,  # process 0 may still be uploading its log
         )
     except (ValueError, RuntimeError) as e:
         if "coordinator_address should be defined" in str(e):
@@ -165,11 +174,11 @@ def connect(run):
 
 
 def coordinator_arguments(run):
-    """Arguments of `jax.distributed.initialize`: those that --coordinator tells, else none."""
+    """The arguments of `jax.distributed.initialize` that --coordinator gives; none without it."""
     if not run.coordinator:
         return {}
     host, port = run.coordinator.rsplit(":", 1)
-    # by itself jax listens on [::], which a machine without IPv6 does not have
+    # By default jax listens on [::], which a machine without IPv6 does not have.
     every = "[::]" if host[0] == "[" else "0.0.0.0"
     bind = run.coordinator if host in LOOPBACK else f"{every}:{port}"
     return dict(
@@ -181,7 +190,7 @@ def coordinator_arguments(run):
 
 
 def largest_of(here):
-    """The largest of the numbers `here` of all processes; waits for all of them."""
+    """The largest of the numbers `here` that all processes pass; waits for all of them."""
     return int(multihost_utils.process_allgather(np.array(here)).max())
 
 
@@ -191,15 +200,15 @@ def all_of(here):
 
 
 def together(error):
-    """Raise an error on all processes or on none. error: what this one failed with, or None."""
+    """Raise an error on all processes or on none; waits for all of them. error: that of this process, or None."""
     rank = largest_of(rank_of(error))
     if rank:
         raise failure(rank, error)
 
 
 def failure(rank, error):
-    """What this process raises where one has failed: its own error, if it has one. All end with the status at `rank` in
-    ENDS."""
+    """The error that this process raises when any process has failed: its own if it has one. All processes get the exit
+    status ENDS[rank]."""
     error = error or UserError(ANOTHER)
     if isinstance(error, UserError):
         error.status = ENDS[rank]
@@ -207,7 +216,7 @@ def failure(rank, error):
 
 
 def on_all(work):
-    """work(). Raises UserError on all processes where it does so on any."""
+    """The result of work() on every process. Raises UserError on all of them where work() raises it on any."""
     done = error = None
     try:
         done = work()
@@ -218,14 +227,14 @@ def on_all(work):
 
 
 def on_main_process(work):
-    """Call work() on process 0. Raises UserError on all processes where it did so there."""
+    """Call work() on process 0 alone. Raises UserError on all processes where work() raises it there."""
     on_all(work if jax.process_index() == 0 else lambda: None)
 
 
 @contextlib.contextmanager
 def alone_in_folder(run):
-    """Hold the run directory for the processes of this run, by process 0, for which it yields the `locks.Lock`, for
-    others None. Raises UserError on all of them."""
+    """Hold the lock of the run directory for the length of a `with` block. Process 0 holds it for all and gets the
+    `locks.Lock`; the others get None. Raises UserError on all of them."""
     with contextlib.ExitStack() as held:
         alone = locks.alone_in(run.folder, "output_dir", run.output_dir, "name")
         is_main = jax.process_index() == 0
@@ -233,9 +242,13 @@ def alone_in_folder(run):
 
 
 def check_agreement(flags, data, run):
-    """Raise UserError on all processes unless all settled on the same {flag: value}, with what each found in its files,
-    have the same shards, by their fingerprint `data`, and see what process 0 writes in the run directory, where each
-    writes its part of a checkpoint."""
+    """Check that all processes work on the same run. Raises UserError on all of them unless they have
+
+    - the same {flag: value} `flags`, also where a value came from a file;
+    - the same shards, by their fingerprint `data`;
+    - one and the same run directory, in which each writes its part of a checkpoint: all must see there what process 0
+      writes.
+    """
     if jax.process_count() == 1:
         return
     path = f"{run.folder}/shared"
@@ -245,17 +258,22 @@ def check_agreement(flags, data, run):
     same_everywhere(flags | {"--data": data, "--output_dir": seen}, run)
 
 
-rounds = itertools.count()  # of `same_everywhere`
+calls = (
+    itertools.count()
+)  # numbers the calls of `same_everywhere`, each of which has keys of its own
 
 
-def same_everywhere(things, run):
-    """Raise UserError on all processes where {name: value} `things` differ in what two of them both name; Unavailable
-    where one does not tell its own. Needs no devices: process 0 compares what all put into its key-value store."""
+def same_everywhere(values, run):
+    """Raise UserError on all processes where {name: value} `values` differ for a name that two of them have, and
+    Unavailable where a process does not send its values.
+
+    This needs no devices: process 0 compares what all put into the key-value store that it holds.
+    """
     me = distributed.global_state
-    key = f"same/{next(rounds)}"
-    # before jax ends this process, in a stack trace, for one that is gone
+    key = f"same/{next(calls)}"
+    # Shorter than --peer_timeout, after which jax would end this process in a stack trace because of a lost one.
     seconds = min(30, run.peer_timeout / 2)
-    me.client.key_value_set(f"{key}/{me.process_id}", json.dumps(things))
+    me.client.key_value_set(f"{key}/{me.process_id}", json.dumps(values))
     if me.process_id == 0:
         me.client.key_value_set(f"{key}/found", json.dumps(compare(key, seconds)))
     status, words = shared_value(f"{key}/found", 1.5 * seconds) or no_answer(0, seconds)
@@ -266,7 +284,8 @@ def same_everywhere(things, run):
 
 
 def compare(key, seconds):
-    """(exit status, what differs) between process 0, which calls it, and another one; (0, "") where nothing does."""
+    """Compare the values below `key` of all processes with those of process 0, which calls this. Returns (exit status,
+    what differs, in words) of the first process that differs or does not answer; (0, "") where there is none."""
     end = time.monotonic() + seconds
     mine = shared_value(f"{key}/0", seconds)
     for process in range(1, distributed.global_state.num_processes):
@@ -275,7 +294,9 @@ def compare(key, seconds):
             return no_answer(process, seconds)
         differ = [name for name in mine if theirs.get(name, mine[name]) != mine[name]]
         if differ:
-            each = [f"{n} {in_words(theirs[n])} instead of {in_words(mine[n])}" for n in differ[:3]]
+            each = []
+            for name in differ[:3]:
+                each.append(f"{name} {in_words(theirs[name])} instead of {in_words(mine[name])}")
             more = f" and {len(differ) - 3} more" if differ[3:] else ""
             return UserError.status, (
                 f"process {process} differs from process 0 in {', '.join(each)}{more}; give all the same program, "
@@ -285,48 +306,58 @@ def compare(key, seconds):
 
 
 def shared_value(key, seconds):
-    """What a process has put into the key-value store, or None where it does not in that many seconds."""
+    """The value of a key in the key-value store; None where no process sets it within that many seconds."""
     with contextlib.suppress(RuntimeError):
         get = distributed.global_state.client.blocking_key_value_get
         return json.loads(get(key, int(1000 * seconds) + 1))
 
 
 def no_answer(process, seconds):
-    words = f"process {process} did not tell its program and flags within {seconds:g} s; its log says why."
+    """(exit status, message) for a process that did not send its values."""
+    words = f"process {process} did not send its program and flags within {seconds:g} s; its log says why."
     return Unavailable.status, words
 
 
 def in_words(value):
-    """A value of `things` as a message has it."""
+    """A compared value as it is written in a message."""
     return f"{value if value and isinstance(value, str) else json.dumps(value):.50}"
 
 
 class Interrupt:
-    """The signals while steps run. The first one is noted until the step in progress is done and saved; the second
-    prints what a third would lose; the third ends the process at once, if it is SIGINT or SIGTERM: the kernel itself
-    repeats SIGXCPU every second, and SIGHUP comes from the shell and from the terminal. unsaved(): what it loses, in
-    words."""
+    """Handles signals while steps run.
 
-    FAILED = 99  # above every signal, where a process has failed; added to it is the place in ENDS of its status
+    The first signal is recorded, and the run stops when the step in progress is done and saved. The second prints what
+    a third would lose. The third ends the process at once, but only SIGINT and SIGTERM count for that: the kernel
+    repeats SIGXCPU every second, and SIGHUP comes twice, from the shell and from the terminal. unsaved() returns what
+    would be lost, in words.
+    """
+
+    # What a process that failed sends in place of a signal is FAILED + `rank_of` its error. It is above every signal.
+    FAILED = 99
 
     def __init__(self, unsaved):
         mesh = Mesh(np.array(jax.devices()), "all")
         self.one_each = NamedSharding(mesh, P("all"))
         self.largest = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, P()))
         self.unsaved = unsaved
-        self.asked = 0  # answer of the devices to the question of the step before
-        self.signal = 0  # the first signal
+        self.asked = 0  # the largest of what all processes sent after the step before, as an array on the devices
+        self.signal = 0  # the first signal, 0 for none
         self.received = 0  # number of signals
 
     def agreed(self, failed):
-        """The signal to stop for, FAILED or more where a process `failed` with an error, or 0. All processes stop at a
-        step: they ask each other on the devices after each, and read the answer a step later, so that nobody waits."""
+        """What the run should stop for: a signal; FAILED or more if a process failed; or 0. failed: the error of this
+        process, or None.
+
+        All processes stop after the same step. After each step every process sends its own answer, and the devices
+        find the largest. It is read one step later, so that no process waits for the others.
+        """
         mine = self.FAILED + rank_of(failed) if failed else self.signal
         if jax.process_count() == 1:
             return mine
         shape = (jax.device_count(),)
         all_of_them = jax.make_array_from_callback(shape, self.one_each, lambda _: np.array([mine]))
-        answer, self.asked = self.asked, self.largest(all_of_them)
+        answer = self.asked
+        self.asked = self.largest(all_of_them)
         return int(answer)
 
     def __enter__(self):
@@ -335,6 +366,7 @@ class Interrupt:
         return self
 
     def _on_signal(self, number):
+        """Handle a signal; called in the thread of `interrupts.watch`."""
         name = signal.Signals(number).name
         self.received += 1
         if self.received == 1:
@@ -350,56 +382,60 @@ class Interrupt:
 
 
 class Watchdog:
-    """A thread that prints the stacks of all threads when an activity of the loop takes STUCK times its median so far,
-    and ends the process after stuck_limit seconds. What hangs one process hangs the others too, so all report."""
+    """A thread that prints the stacks of all threads when an activity of the loop takes STUCK times its median duration
+    so far, and ends the process after --stuck_limit seconds. If one process hangs, the others wait for it, so all of
+    them report."""
 
     def __init__(self, cfg):
         self.limit = cfg.run.stuck_limit
-        self.took = {}  # {name of an activity: seconds of the last times}
+        self.took = {}  # {name of an activity: its last durations in seconds}
         self.over = threading.Event()
-        self.now = None  # (name of the activity, step, when it began by time.monotonic())
+        self.now = None  # (name of the activity, step, when it started by time.monotonic())
         threading.Thread(target=self._watch, daemon=True).start()
 
     @contextlib.contextmanager
     def during(self, name, step):
-        """Time the activity `name` of a step. The one around it, if there is one, stands still meanwhile."""
-        outer, entered = self.now, time.monotonic()
+        """Time the activity `name` of a step for the length of a `with` block. An activity around it is not timed
+        meanwhile."""
+        outer = self.now
+        entered = time.monotonic()
         self.enter(name, step)
         yield
         ended = time.monotonic()
-        _, _, began = self.now
-        self.took.setdefault(name, deque(maxlen=99)).append(ended - began)
+        _, _, start = self.now
+        self.took.setdefault(name, deque(maxlen=99)).append(ended - start)
         if outer:
-            name, step, began = outer
-            outer = (name, step, began + ended - entered)
+            name, step, start = outer
+            outer = (name, step, start + ended - entered)
         self.now = outer
 
     def enter(self, name, step):
-        """An activity begins."""
+        """Start an activity."""
         self.now = (name, step, time.monotonic())
 
     def alive(self):
-        """The activity makes progress: --stuck_limit counts from here."""
+        """Report that the activity makes progress: --stuck_limit counts from now."""
         name, step, _ = self.now
         self.now = (name, step, time.monotonic())
 
     def _watch(self):
-        reported = None
+        """The thread: check the activity once a second."""
+        reported = None  # the activity whose stacks were printed
         while not self.over.wait(1):
             now = self.now
             if not now:
                 continue
-            name, step, began = now
-            seconds = time.monotonic() - began
+            name, step, start = now
+            seconds = time.monotonic() - start
             took = list(self.took.get(name, []))
             usual = statistics.median(took) if len(took) > 2 else math.inf
             words = f"watchdog: {name} of step {step} has taken"
-            pause = min(60, self.limit / 2)  # of a busy machine
+            pause = min(60, self.limit / 2)  # shorter delays are normal on a busy machine
             patience = min(self.limit, max(pause, STUCK * usual))
             if now is not reported and seconds > patience:
                 reported = now
                 say(f"{words} {seconds:.0f} s, usually {usual:.2f}")
                 faulthandler.dump_traceback(sys.stdout)
             if seconds > self.limit:
-                # 75: "temporary failure" in sysexits.h, to be started again
+                # 75 is "temporary failure" in sysexits.h: a supervisor starts the process again.
                 interrupts.end(75, f"{words} more than --stuck_limit {self.limit} s; ending")

@@ -1,4 +1,4 @@
-"""A sign of life while a program is at work and prints nothing."""
+"""Shows that a program is still working while it prints nothing."""
 
 import os
 import sys
@@ -9,26 +9,26 @@ from tqdm import tqdm
 
 from runtime import messages
 
-# Seconds without a line, after which one is printed where there is no terminal: fewer than ten, after which people
-# wonder, since under load the thread wakes late.
+# Without a terminal, a line is printed after this many seconds of silence. People start to wonder after ten; it is
+# fewer, since on a busy machine the thread wakes late.
 PAUSE = 8
-LATER = 60  # the same after the first HOUR, so that the log of days stays short
+LATER = 60  # the same after the first HOUR, so that the log of a run of days stays short
 HOUR = 3600
-BEAT = 0.5  # seconds between two looks
+BEAT = 0.5  # seconds between two updates of the terminal
 
 
 def has_terminal():
-    """Whether stderr is a terminal that has room: one of no columns, as programs make them, shows no bar."""
+    """Whether stderr is a terminal with room for a bar. Terminals that programs create may have zero columns."""
     return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
 
 
 class Pulse:
-    """A thread that shows what the program does: on a terminal in a line that moves, else in a line after some seconds
-    without one.
+    """A thread that shows what the program is doing: on a terminal in a line that is updated, elsewhere by printing a
+    line after some seconds of silence.
 
-    doing: () -> words; or words, to which the seconds since then are added. lines: False for a program whose output
-    others read, which shows nothing where there is no terminal. settings: of the bar, a tqdm; with a `total` it shows
-    how much is done, which `bar.update` counts.
+    doing: a function that returns words; or words, to which the time since then is added. lines: False for a program
+    whose output is read by another one: it shows nothing where there is no terminal. settings: arguments of the bar, a
+    tqdm. With a `total` it shows how much is done, which `bar.update` counts.
     """
 
     def __init__(self, doing, lines=True, **settings):
@@ -43,19 +43,20 @@ class Pulse:
         self.thread.start()
 
     def count(self, doing, total, done):
-        """From now on show how much of `total` steps is done as well; `bar.update` counts on."""
+        """From now on also show how many of `total` steps are done. `bar.update` counts further ones."""
         self.doing = doing
         self.bar.bar_format = "{desc}  |{bar:20}| {remaining} left"
         self.bar.reset(total)
         self.bar.initial = self.bar.n = done
 
     def words(self):
-        """What the program does now."""
+        """What the program is doing now, in words."""
         if callable(self.doing):
             return self.doing()
         return f"{self.doing}, {messages.duration(time.monotonic() - self.began)}"
 
     def _beat(self):
+        """The thread: update the bar, or print a line where nothing was printed for a while."""
         while not self.over.wait(BEAT):
             words = self.words()
             if not self.bar.disable:

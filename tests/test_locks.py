@@ -292,6 +292,6 @@ def test_a_signal_gives_back_the_lock_and_removes_what_is_half_written(tmp_path)
     unfinished = files.replacing(str(tmp_path / "ranks"))
     with alone(tmp_path), pytest.raises(OSError), unfinished as f:
         f.write(b"half")
-        interrupts.give_back()  # as the thread of signals does, while this one goes its way
+        interrupts.release_all()  # as the thread of signals does, while this one goes its way
         assert os.listdir(tmp_path) == []
     assert os.listdir(tmp_path) == []

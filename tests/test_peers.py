@@ -108,7 +108,7 @@ def test_processes_that_agree_meet(driver):
 def test_a_process_killed_before_it_tells_its_program_is_found_in_time(driver):
     killed = "processes.same_everywhere = lambda *_: os.kill(os.getpid(), 9)"
     first, second = start(driver, ["processes.LINGER = 1", killed])
-    said = "error: process 1 did not tell its program and flags within 10 s; its log says why."
+    said = "error: process 1 did not send its program and flags within 10 s; its log says why."
     assert ends([first]) == [(Unavailable.status, said)]
     assert second.wait() == -9
     second.communicate()

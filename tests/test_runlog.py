@@ -349,8 +349,8 @@ def test_what_waits_for_a_bucket_is_bounded_and_written_when_it_answers(monkeypa
     kept = [(f"gs://b/{n}", b"0123456789") for n in range(10, 20) if n != 15]
     assert written == [*kept, ("gs://b/samples.txt", b"new")]
     said = capsys.readouterr().err
-    assert said.count("could not be written (no answer); it is tried again") == 1
-    assert "is given up: too much waits" in said
+    assert said.count("could not be written (no answer); trying again") == 1
+    assert "is given up: too much is waiting" in said
 
 
 def test_without_a_login_or_a_network_wandb_logs_offline(tmp_path, monkeypatch, capsys):
