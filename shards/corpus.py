@@ -20,14 +20,16 @@ from shards.missing import remedy
 from shards.storage import Cache, Shard, list_shards
 from shards.tokenization import shards_tokenizer
 
-WINDOW = 1 << 30  # tokens whose sequences are shuffled together: few shards are open at a time
-# Local shards of up to this many tokens in all are checked before training: of more it would take minutes.
+# Tokens whose sequences are shuffled together. A larger window would read from more shards at the same time.
+WINDOW = 1 << 30
+# Local shards of up to this many tokens in all are checked before training. For more, it would take minutes.
 CHECK_AT_START = 1 << 28
-READERS = ThreadPoolExecutor(32, "read")  # remote storage is slow to answer, not slow to send
-LOCAL_READERS = (
-    16  # of READERS, for local shards: more would wait for one another, not for the disk
-)
-# Up to this size an array is shuffled: a network of so few bits makes some permutations far more often than others.
+# Many threads, since remote storage takes long to answer although it sends fast.
+READERS = ThreadPoolExecutor(32, "read")
+# The READERS that read local shards: more would wait for one another and not for the disk.
+LOCAL_READERS = 16
+# Ranges up to this size are shuffled by an array. A Feistel network of so few bits makes some permutations far more
+# often than others.
 SHUFFLED = 32
 
 

@@ -1,4 +1,4 @@
-"""What the folders of --data and --mix tell before any sequence is read: manifests, tokenizer, first words."""
+"""What is known of the folders of --data and --mix before a sequence is read: manifests, tokenizer, first words."""
 
 import itertools
 import os
@@ -9,12 +9,12 @@ from shards.mixture import average_mix, corpus_root, parse_mix
 from shards.storage import Cache, Shard, list_shards
 from shards.tokenization import load_tokenizer, shards_tokenizer, text_of
 
-OPENING = 64  # tokens that hold the first words of a text
+OPENING = 64  # tokens from the start of a text that are enough for its first words
 
 
 def manifests(cfg, *splits):
-    """[(root of a corpus, its folder of a split, the manifest there or {})] of all corpora of --mix or --data, for the
-    `splits`, train or val, of which there are shards."""
+    """[(root of a corpus, its folder of a split, the manifest there or {})] of all corpora of --mix or --data. splits:
+    train, val or both; those without shards are left out."""
     found = []
     for name in average_mix(parse_mix(cfg.data.mix)):
         root = corpus_root(cfg, name)
@@ -25,16 +25,16 @@ def manifests(cfg, *splits):
 
 
 def encoding_of(shards, flag):
-    """The tokenizer that --tokenizer, `flag`, names, or else the manifest of `shards`, as `manifests` lists them; None
-    where neither names one."""
+    """The tokenizer that --tokenizer names, as `flag`, or else the first manifest of `shards`, which `manifests`
+    returned; None where neither names one."""
     root, _, made = shards[0] if shards else ("", "", {})
     name = shards_tokenizer(root, made, flag)
     return load_tokenizer(name) if name else None
 
 
 def opening_of(cfg, shards, encoding):
-    """The first words of the validation text, for samples to continue, of shards as `manifests` lists them; "" where
-    there are none. Raises UserError where the text cannot be read."""
+    """The first words of the validation text, which samples will continue; "" where there are none. shards: as
+    `manifests` returns them. Raises UserError where the text cannot be read."""
     held_out = [(folder, made) for _, folder, made in shards if os.path.basename(folder) == "val"]
     if not held_out or encoding is None:
         return ""

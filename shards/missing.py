@@ -1,4 +1,4 @@
-"""What to do where --data has no shards. Other programs lay shards out otherwise: some of their layouts are known."""
+"""The advice for a user whose --data has no shards. It knows some layouts that other programs use for shards."""
 
 import glob
 import os
@@ -8,14 +8,14 @@ from runtime.files import names_in
 
 
 class Surroundings(NamedTuple):
-    """What is near the folder, train or val, in which shards were looked for."""
+    """What is near a folder, train or val, in which no shards were found."""
 
-    root: str  # the folder of --data, or a file
-    corpus: str  # a folder inside `root` that has the split, "" without one
-    base: str  # the folder that holds `endings`
-    endings: set  # of files in `root`, or of `root` itself where it is a file
-    is_split: bool  # whether `root` itself is the train or val of a folder with shards
-    has_text: bool  # whether `root` is a file, or a folder of files
+    root: str  # the folder of --data, or the file where --data names one
+    corpus: str  # a folder inside `root` that has shards of the split; "" without one
+    base: str  # the folder that holds the files with `endings`
+    endings: set  # endings of the files in `root`, or of `root` itself if it is a file
+    is_split: bool  # whether `root` itself is called train or val
+    has_text: bool  # whether `root` is a file, or a folder with files
 
 
 def surroundings(folder):
@@ -24,7 +24,7 @@ def surroundings(folder):
     above, name = os.path.split(root)
     shards = sorted(glob.glob(f"{glob.escape(root)}/*/{split}/*.npy"))
     names = [n for n in names_in(root) if n[0] != "."]
-    is_file = names == [name]  # a file lists itself alone
+    is_file = names == [name]  # the listing of a file contains the file alone
     has_files = glob.glob(f"{glob.escape(root)}/*.*") and not os.path.exists(f"{root}/train")
     return Surroundings(
         root=root,
@@ -37,7 +37,7 @@ def surroundings(folder):
 
 
 def remedy(folder):
-    """What the user can do about a folder, train or val, that has no shards: the end of an error's sentence."""
+    """What the user can do about a folder, train or val, that has no shards, as the end of an error message."""
     root, corpus, base, endings, is_split, has_text = surroundings(folder)
     if corpus:
         return f"give a folder in it, such as {corpus}"

@@ -1,4 +1,4 @@
-"""Tokenizers: tiktoken's own, those trained here, and Hugging Face's; and the files that hold them."""
+"""Tokenizers and their files: tiktoken's own, those trained here, and Hugging Face's."""
 
 import base64
 import functools
@@ -14,29 +14,31 @@ from runtime.messages import UserError
 from shards import manifest, published
 
 END_OF_TEXT = "<|endoftext|>"
-# How text is cut before byte pairs are merged, for tokenizers trained here: GPT-2's pattern. (tiktoken writes it with
-# possessive quantifiers, which the training library lacks; they change speed, not the cuts.)
+# GPT-2's pattern, by which tokenizers trained here cut a text into pieces before they merge byte pairs. (tiktoken
+# writes it with possessive quantifiers, which the training library lacks. They change the speed and not the pieces.)
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# A piece of such a text, or a part of one: all that a token trained here can be.
+# A piece of such a text, or a part of a piece. Every token trained here is one.
 PART = r"'(?:[sdmt]|ll?|ve?|re?)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+"
-# What patterns in use cut in different places. The space before it is one that some tokenizers add to a text.
+# A text that the patterns in use cut in different places. It starts with a space since some tokenizers add one.
 PROBE = " x don't I'LL (self.name) == 1234567;\n\n\t\tif aB == CamelCase:\r\n        return   1\n"
 TOKENIZER_FILES = (".tiktoken", ".json")  # endings of the names of files that hold a tokenizer
-# A letter before a space and a letter: every tiktoken pattern, and ours, ends a word there, so the tokens of the parts
-# of a text that is cut there are those of the whole.
+# A letter that is followed by a space and a letter. Every tiktoken pattern, and the one above, ends a piece there. So a
+# text may be cut there: its parts have together the same tokens as the whole.
 CUT = re.compile("[A-Za-z](?= [A-Za-z])")
 
 
 def whole_characters(text):
-    """The text with U+FFFD for every lone surrogate, which JSON and a command line can hold and no tokenizer takes."""
+    """The text with U+FFFD in place of every lone surrogate. JSON and command lines can hold those, but no tokenizer
+    accepts them."""
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 class HubTokenizer:
     """A Hugging Face tokenizer.json with the methods of a `tiktoken.Encoding` that the programs use.
 
-    Text that spells a special token or the end of text stays text. `eot_token` is the eos_token of the
-    tokenizer_config.json beside it, or <|endoftext|>; `bos_token` its bos_token, or the same. Raises UserError.
+    A text that spells a special token, such as the end of text, is encoded as text and not as that token. `eot_token`
+    is the id of the eos_token in the tokenizer_config.json beside it, or of <|endoftext|>. `bos_token` is the id of the
+    bos_token there, or `eot_token`. Raises UserError.
     """
 
     def __init__(self, path):
@@ -47,12 +49,12 @@ class HubTokenizer:
         self.sha256 = hashlib.sha256(content).hexdigest()
         try:
             self.tokenizer = tokenizers.Tokenizer.from_buffer(content)
-        except Exception as e:  # the library raises no other class
+        except Exception as e:  # the library raises this class itself
             raise UserError(
                 f"is no tokenizer ({e}); copy it again", flag="tokenizer", value=path
             ) from None
         self.tokenizer.encode_special_tokens = True
-        # a file may ask for either, for the batches of its own model
+        # A file may ask for truncation or padding, for the batches of its own model.
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         ids = self.tokenizer.get_vocab().values()
@@ -69,50 +71,55 @@ class HubTokenizer:
                 flag="tokenizer",
                 value=path,
             )
-        # whatever the file says of it ("special": false): text that spells it must not split a document
+        # Even if the file says "special": false. Otherwise a text that spells it would end its document there.
         self.tokenizer.add_special_tokens([self.end])
 
     def id_of(self, token):
-        """The id of a token, None where there is none."""
+        """The id of a token, None for a token that the tokenizer does not have."""
         return self.tokenizer.token_to_id(token) if isinstance(token, str) else None
 
     def __reduce__(self):
-        # a pickled tokenizers.Tokenizer would forget that special tokens are text
+        # Worker processes read the file again: a pickled tokenizers.Tokenizer forgets `encode_special_tokens`.
         return HubTokenizer, (self.path,)
 
     def encode_ordinary(self, text):
-        """Token ids of a text, none of which is the end of text."""
+        """The token ids of a text. None of them is the end of text."""
         ids = self.encode_text(whole_characters(text))
         if self.eot_token not in ids:
             return ids
-        # Some vocabularies (Unigram's) have the end among their words. Text that spells it is cut within it.
+        # Some vocabularies (Unigram's) have the end of text among their words. A text that spells it is cut in the
+        # middle of it, so that its halves become other tokens.
         half = len(self.end) // 2
         middle = f"(?<={re.escape(self.end[:half])})(?={re.escape(self.end[half:])})"
         parts = map(self.encode_text, re.split(middle, whole_characters(text)))
-        # where it still comes, it is what the tokenizer has for characters that it does not know
+        # If the end of text is still there, the tokenizer also uses it for characters that it does not know.
         return [token for ids in parts for token in ids if token != self.eot_token]
 
     def encode_text(self, text):
+        """The token ids of a text, without those that the tokenizer would add before and after it."""
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def before_text(self):
-        """Token ids that the tokenizer itself puts before every text."""
+        """The token ids that the tokenizer itself puts before every text."""
         return self.tokenizer.encode("").ids
 
     def encode_to_numpy(self, text, disallowed_special=()):
+        """`encode_ordinary` as a uint32 array. The second argument is one that tiktoken's method has."""
         return np.array(self.encode_ordinary(text), np.uint32)
 
     def decode(self, ids):
+        """The text of token ids."""
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def content_of_token(token):
-    """The text of a token as tokenizer_config.json names it."""
+    """The text of a token in tokenizer_config.json, which names it by a string or by an object with its content."""
     return token.get("content") if isinstance(token, dict) else token
 
 
 def load_tokenizer(name):
-    """The `tiktoken.Encoding` of a name or of a .tiktoken file, or the `HubTokenizer` of a .json. Raises UserError."""
+    """The tokenizer with this name: for one of tiktoken's names or a .tiktoken file a `tiktoken.Encoding`, for a .json
+    file a `HubTokenizer`. Raises UserError."""
     import tiktoken
 
     if name.endswith(".json"):
@@ -128,7 +135,7 @@ def load_tokenizer(name):
         )
     try:
         return tiktoken.get_encoding(name)
-    except OSError as e:  # requests' errors are OSErrors too
+    except OSError as e:  # the errors of the library requests are OSErrors too
         raise UserError(
             f"cannot be fetched ({type(e).__name__}); name a folder of ranks in TIKTOKEN_CACHE_DIR",
             flag="tokenizer",
@@ -137,7 +144,7 @@ def load_tokenizer(name):
 
 
 def content_of(path):
-    """Bytes of a tokenizer's file, local or remote. Raises UserError."""
+    """The bytes of a tokenizer's file, local or remote. Raises UserError."""
     content = read_file(path)
     if content is None:
         raise UserError("there is no such file; give another", flag="tokenizer", value=path)
@@ -145,20 +152,23 @@ def content_of(path):
 
 
 def load_ranks(path):
-    """The `tiktoken.Encoding` of a file of ranks: a published one, or one that data/train_tokenizer.py wrote. Raises
-    UserError, also where the ranks must come from another program, whose way to cut text is not known."""
+    """The `tiktoken.Encoding` of a file of ranks, either a published one or one that data/train_tokenizer.py wrote.
+
+    Ranks do not say by which pattern a text is cut before they apply. So it raises UserError also where the ranks come
+    from another program, whose pattern is unknown.
+    """
     import tiktoken
 
     ranks = {}
     try:
-        # not by tiktoken's loader, which caches by name and so would miss a file made anew
+        # Not by tiktoken's own loader, which caches files by name: it would miss that a file was made again.
         for line in content_of(path).splitlines():
             token, rank = line.split()
             ranks[base64.b64decode(token)] = int(rank)
-        # tiktoken itself panics at others
+        # tiktoken itself panics if a byte is missing.
         if not all(bytes([b]) in ranks for b in range(256)):
             raise ValueError("not all bytes are in it")
-        # of the ranks, since a copy may have other line ends
+        # The hash of the ranks and not of the file, since a copy may have other line endings.
         sha256 = hashlib.sha256(dump_ranks(ranks)).hexdigest()
         if known := published.encoding_arguments(sha256, ranks):
             return tiktoken.Encoding(**known)
@@ -185,9 +195,9 @@ def load_ranks(path):
 
 
 def cut_by_pattern(ranks):
-    """The tokens, by rank, that no text cut by `PATTERN` contains. Training with it makes none, and other patterns soon
-    make some: the first one of cl100k_base has rank 280."""
-    # the library that trains, so both know the same letters
+    """The tokens, in the order of their ranks, that no piece of a text cut by `PATTERN` contains. Training with PATTERN
+    makes no such token, and training with another pattern soon makes some: the first of cl100k_base has rank 280."""
+    # The library that also trains, so that both agree on which characters are letters.
     from tokenizers import Regex, pre_tokenizers
 
     cut = pre_tokenizers.Split(Regex(PART), "isolated")
@@ -195,7 +205,7 @@ def cut_by_pattern(ranks):
     for token in sorted(ranks, key=ranks.get):
         try:
             text = token.decode()
-        except UnicodeDecodeError:  # a part of a character
+        except UnicodeDecodeError:  # the token is a part of a character
             continue
         if len(cut.pre_tokenize_str(text)) > 1:
             found.append(text)
@@ -203,19 +213,19 @@ def cut_by_pattern(ranks):
 
 
 def dump_ranks(ranks):
-    """The bytes of a file of tiktoken ranks, {token bytes: rank}."""
+    """The bytes of a file of these tiktoken ranks, {token bytes: rank}."""
     tokens = sorted(ranks, key=ranks.get)
     return b"".join(base64.b64encode(token) + b" %d\n" % ranks[token] for token in tokens)
 
 
 def text_of(encoding, ids):
-    """Text of token ids. Those that only the model knows are left out; bytes that are not UTF-8 become U+FFFD."""
+    """The text of token ids. Ids that only the model has are left out; bytes that are not UTF-8 become U+FFFD."""
     return encoding.decode([t for t in ids if has_token(encoding, t)])
 
 
 def check_ids(encoding, ids, vocab_size, where):
-    """Raises UserError, which begins with `where`, for a token id that a model of this vocabulary does not know: a
-    tokenizer may have more tokens."""
+    """Raises UserError, whose message starts with `where`, for a token id beyond the model's vocabulary: a tokenizer
+    may have more tokens than the model."""
     top = int(max(ids, default=0))
     if top >= vocab_size:
         raise UserError(
@@ -226,7 +236,7 @@ def check_ids(encoding, ids, vocab_size, where):
 
 @functools.cache
 def has_token(encoding, token):
-    """Whether the tokenizer has this token id; a tiktoken vocabulary may have gaps."""
+    """Whether the tokenizer has a token with this id; the ids of a tiktoken vocabulary may have gaps."""
     try:
         encoding.decode([token])
     except KeyError:
@@ -235,15 +245,15 @@ def has_token(encoding, token):
 
 
 def content_sha256(encoding):
-    """Hash of a tokenizer's file, which a manifest keeps: of its ranks, on which the pattern depends, too, or of the
-    whole tokenizer.json."""
+    """The sha256 of a tokenizer, which manifests store: that of its ranks, which also determine its pattern, or that of
+    the whole tokenizer.json."""
     if isinstance(encoding, HubTokenizer):
         return encoding.sha256
     return hashlib.sha256(dump_ranks(encoding._mergeable_ranks)).hexdigest()
 
 
 def special_tokens(encoding):
-    """Ids of a tokenizer's special tokens, which no text becomes."""
+    """The ids of a tokenizer's special tokens. No text is encoded as one of them."""
     if isinstance(encoding, HubTokenizer):
         added = encoding.tokenizer.get_added_tokens_decoder()
         return {number for number, token in added.items() if token.special}
@@ -251,7 +261,7 @@ def special_tokens(encoding):
 
 
 def byte_letters():
-    """{byte: the letter that GPT-2's tokenizer writes for it}: printable bytes stand for themselves."""
+    """{byte: the character that GPT-2's tokenizer writes for it}. Printable bytes are written as themselves."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = sorted({*range(256)} - {*printable})
     letters = {b: chr(256 + i) for i, b in enumerate(others)}
@@ -259,7 +269,7 @@ def byte_letters():
 
 
 def tokens_of(encoding):
-    """{id: token} of a tokenizer of any kind, as a byte-level tokenizer.json spells them."""
+    """{id: token} of any tokenizer, as a byte-level tokenizer.json would spell them."""
     if isinstance(encoding, HubTokenizer):
         return {number: token for token, number in encoding.tokenizer.get_vocab().items()}
     letters = byte_letters()
@@ -271,14 +281,15 @@ def tokens_of(encoding):
 
 @functools.cache
 def longest_token(encoding):
-    """Characters of the longest token that text becomes, as `tokens_of` spells it: a text of n tokens has at most n
-    times these, unless the tokenizer drops or joins some."""
+    """The number of characters of the longest token that is not special, as `tokens_of` spells it. A text of n tokens
+    has at most n times as many characters, unless the tokenizer drops or joins some."""
     special = special_tokens(encoding)
     return max(len(token) for number, token in tokens_of(encoding).items() if number not in special)
 
 
 def tokens_and_merges(encoding):
-    """({id: token} of those that text becomes, the tokens that pairs of others merge into, in that order)."""
+    """({id: token} of the tokens that are not special, [the tokens that pairs of others merge into, in the order of
+    the merges])."""
     tokens = tokens_of(encoding)
     if isinstance(encoding, HubTokenizer):
         content = json.loads(encoding.tokenizer.to_str())
@@ -288,54 +299,61 @@ def tokens_and_merges(encoding):
         merged = [tokens[rank] for rank in ranks if len(tokens[rank]) > 1]
     for number in {*special_tokens(encoding), encoding.eot_token}:
         tokens.pop(number, None)
-    return tokens, list(dict.fromkeys(merged))  # some files list all pairs that make a token
+    # Without duplicates: some files list several pairs that make the same token.
+    return tokens, list(dict.fromkeys(merged))
 
 
 def made_shards(encoding, name, made):
-    """Whether shards with the manifest `made` were made with a tokenizer, or with another, `name`, that has the same
-    end of text, tokens but special ones, order of the merges and cuts; None where nothing tells."""
+    """Whether shards can be read with the tokenizer `encoding`. made: their manifest. name: their own tokenizer.
+
+    They can be if `encoding` made them, or if their own tokenizer has the same end of text, the same tokens except
+    special ones, the same order of merges and the same cuts. Returns None where that is unknown.
+    """
     sha256 = made.get("tokenizer_sha256")
     if manifest.end_of_text(made) not in (None, encoding.eot_token):
         return False
     if sha256 == content_sha256(encoding):
         return True
     if sha256 and not name.endswith(".json") and not isinstance(encoding, HubTokenizer):
-        return False  # both hashes are of ranks
+        return False  # both are hashes of ranks, so the ranks differ
     if not name:
         return None
     try:
         other = load_tokenizer(name)
-    except UserError:  # shards that were copied without it, or no network
+    except UserError:  # the shards were copied without their tokenizer, or there is no network
         return None
-    end, its_end = (tokens_of(one).get(other.eot_token) for one in (encoding, other))
+    end = tokens_of(encoding).get(other.eot_token)
+    its_end = tokens_of(other).get(other.eot_token)
     same_tokens = end == its_end and tokens_and_merges(encoding) == tokens_and_merges(other)
     return same_tokens and encoding.encode_ordinary(PROBE) == other.encode_ordinary(PROBE)
 
 
 def shards_tokenizer(root, manifest, flag=""):
-    """Name or file of the tokenizer of shards below `root`: of --tokenizer, `flag`, or of their manifest; or ""."""
+    """The name or file of the tokenizer of shards below `root`: what --tokenizer gives as `flag`, else what their
+    manifest names; "" where neither names one."""
     return flag or in_folder(root, manifest.get("tokenizer", ""))
 
 
 def in_folder(folder, name):
-    """The tokenizer that a file in `folder` calls `name`: a path where it is a file, too."""
+    """The tokenizer that a file in `folder` calls `name`: if that is the name of a file, its path."""
     return os.path.join(folder, name) if name.endswith(TOKENIZER_FILES) else name
 
 
 def copy_tokenizer(folder, name):
-    """Copy the files of the tokenizer `name`, if any, into a folder; returns its name there. Raises UserError."""
+    """Copy the files of the tokenizer `name` into a folder, and return its name there. One of tiktoken's names has no
+    files. Raises UserError where the folder has another tokenizer."""
     ending = os.path.splitext(name)[1]
     if ending not in TOKENIZER_FILES:
         return name
     copies = {f"tokenizer{ending}": name}
-    if ending == ".json":  # the tokenizer last: where it is there, all are
+    if ending == ".json":  # the tokenizer itself is copied last: where it is, the other file is too
         beside = os.path.join(os.path.dirname(name), "tokenizer_config.json")
         copies = {"tokenizer_config.json": beside} | copies
     for copy, path in copies.items():
         content = read_file(path)
         at = os.path.join(folder, copy)
         there = read_file(at)
-        if content in (None, there):
+        if content in (None, there):  # there is nothing to copy, or it is there already
             continue
         if there is not None:
             raise UserError(
@@ -346,17 +364,18 @@ def copy_tokenizer(folder, name):
 
 
 def folder_tokenizer_name(folder):
-    """Name or file of the tokenizer of a run directory or folder in the Hugging Face format; "" where it has none."""
+    """The name or file of the tokenizer of a run directory or a folder in the Hugging Face format; "" where it has
+    none."""
     config = read_json(folder, "config.json")
     return in_folder(folder, config.get("encoding", "tokenizer.json") or "")
 
 
 def folder_tokenizer(folder):
-    """The tokenizer of a run directory or folder in the Hugging Face format, or None where it has none."""
+    """The tokenizer of a run directory or a folder in the Hugging Face format; None where it has none."""
     name = folder_tokenizer_name(folder)
     if not name or (name.endswith(TOKENIZER_FILES) and read_file(name) is None):
         return None
     try:
         return load_tokenizer(name)
-    except UserError as e:  # no flag named it
+    except UserError as e:  # the message names --tokenizer, which the user did not give
         raise e.renamed(tokenizer="") from None
