@@ -1,4 +1,4 @@
-"""The flags that the data programs share, and how such a program begins and ends."""
+"""What the data programs share: flags, the handling of signals and errors, and messages."""
 
 import os
 from dataclasses import MISSING, dataclass
@@ -7,7 +7,8 @@ from config.parser import flag
 from runtime import interrupts
 from runtime.messages import UserError, one_sentence
 
-VAL_FRACTION = 0.1  # of tokenize_shards.py; train_tokenizer.py learns from none of it
+# Default share of the text held out by tokenize_shards.py; train_tokenizer.py does not learn from that part.
+VAL_FRACTION = 0.1
 
 
 @dataclass(frozen=True)
@@ -29,19 +30,20 @@ class Source:
     """Leave out, report and count files and records that cannot be read."""
 
 
-def meant(word):
-    """What a word that belongs to no flag should have been: the text."""
+def suggest_source(word):
+    """Advice for a word on the command line that belongs to no flag: a file of that name was meant as --source."""
     return f"; give --source {word}" if os.path.exists(word) else ""
 
 
 def run(main, what_is_left):
-    """Run the main of a data program, which a UserError, Ctrl-C or SIGTERM ends with a sentence."""
+    """Run the `main` of a data program. A UserError or a signal ends it with one sentence, which for a signal ends with
+    `what_is_left`."""
     interrupts.watch(lambda number: interrupts.end(128 + number, f"interrupted; {what_is_left}"))
     one_sentence(main)
 
 
-def no_text(args, has):
-    """The UserError for a source without text."""
+def no_text_error(args, has):
+    """The UserError for a source without text. has: what it has instead, in words."""
     return UserError(
         f"there is no text in it ({has}; hidden files, symlinked folders and empty columns do "
         f"not count); give another",

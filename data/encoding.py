@@ -1,4 +1,4 @@
-"""From documents to token ids and counts: what the workers of tokenize_shards.py do."""
+"""Encode documents as token ids, and count what happens to them: the work of the workers of tokenize_shards.py."""
 
 import unicodedata
 from collections import Counter
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data.sources.base import many, skipped
+from data.sources.base import counted, skipped
 from data.sources.text import read_text
 from data.splits import divide, hash_of
 from runtime.messages import UserError
@@ -14,18 +14,19 @@ from shards.tokenization import CUT, HubTokenizer, whole_characters
 
 COUNTS = """documents bytes empty_documents replaced_documents replaced_characters damaged_files damaged_records
 duplicate_documents sampled_characters lost_characters lost_whitespace""".split()
-# The first SAMPLED of every EVERY characters are decoded again: some of each document, at little cost.
-SAMPLED, EVERY = 256, 4096
+# Of every EVERY characters the first SAMPLED are decoded again: a part of each document, at little cost.
+SAMPLED = 256
+EVERY = 4096
 
 
 def encode_text(text, encoding):
-    """Token ids of a text, uint32: those of `encode_ordinary`.
+    """uint32 [n]: the token ids of a text, the same that `encode_ordinary` returns as a list.
 
     tiktoken's regular expressions give up after a million steps, as in a long run of spaces. A text with such a run is
-    halved until each part passes, where that changes no token if it can.
+    halved until each part passes. It is cut where no token changes, if there is such a place.
     """
     try:
-        # no text is special, and none is an error
+        # text that spells a special token is ordinary text, and no error
         return encoding.encode_to_numpy(text, disallowed_special=())
     except ValueError:
         cut = CUT.search(text, len(text) // 2)
@@ -35,14 +36,19 @@ def encode_text(text, encoding):
 
 
 def count_lost(text, encoding):
-    """A Counter of characters of a sample of `text`: how many there are, and how many are lost, whitespace apart, when
-    their tokens are decoded again. What Unicode calls compatible (NFKC) is the same here, and so is what a tokenizer
-    adds, such as a first space; "a" in place of "A" is a loss."""
-    if not isinstance(encoding, HubTokenizer):  # tiktoken's have a token for every byte
+    """Count the characters in a sample of `text` that are lost when its tokens are decoded again.
+
+    Returns a Counter of the characters in the sample and of those lost, whitespace separately. Characters that Unicode
+    calls compatible (NFKC) count as equal. What a tokenizer adds, such as a first space, is no loss; "a" in place of
+    "A" is one.
+    """
+    if not isinstance(
+        encoding, HubTokenizer
+    ):  # tiktoken's encodings have a token for every byte, and lose nothing
         return Counter()
     text = whole_characters(text)
     sample = "".join(text[start : start + SAMPLED] for start in range(0, len(text), EVERY))
-    # without special tokens: one of them may be the name of what is not known, such as [UNK]
+    # decode leaves special tokens out: one of them may stand for unknown characters, such as [UNK]
     decoded = encoding.tokenizer.decode(encoding.encode_ordinary(sample))
     before, after = (Counter(unicodedata.normalize("NFKC", x).strip()) for x in (sample, decoded))
     lost = (before - after).items()
@@ -54,16 +60,17 @@ def count_lost(text, encoding):
 
 
 class Encoded(NamedTuple):
-    """What becomes of a document, which has a part for train and one for val."""
+    """An encoded document, in two parts: one for train and one for val."""
 
-    ids: list  # token ids of each part, none where it is empty
-    counts: list  # of each part, a Counter of the COUNTS
-    text_hash: int | None = None  # None where it has no text
-    warning: tuple = ()  # (kind, words)
+    ids: list  # token ids of each part; an empty array where the part is empty
+    counts: list  # a Counter of the COUNTS for each part
+    text_hash: int | None = None  # None where the document has no text
+    warning: tuple = ()  # (category, words) for `base.warn`
 
 
 def encode_document(encoding, dtype, skip, val_fraction, validation, document):
-    """The Encoded of a document. skip: leave out and count a file that cannot be read; validation: as in splits.py."""
+    """Encode a document: its `Encoded`. skip: leave out and count a file that cannot be read. validation: WHOLE or ENDS
+    of splits.py."""
     ids = [np.empty(0, dtype)] * 2
     counts = [Counter(), Counter()]
     if document.lost:
@@ -83,14 +90,15 @@ def encode_document(encoding, dtype, skip, val_fraction, validation, document):
             ids[k] = whole.astype(dtype)
             counts[k].update(documents=1, bytes=len(part.encode()))
             counts[k].update(count_lost(part, encoding))
-    home = counts[1] if parts[1] and not parts[0] else counts[0]  # train, where it is empty
+    # what concerns the whole document is counted once: for val where all of it is there, else for train
+    of_document = counts[1] if parts[1] and not parts[0] else counts[0]
     if not text:
-        home["empty_documents"] = 1
+        of_document["empty_documents"] = 1
         return Encoded(ids, counts)
     warning = ()
     if replaced and not document.is_known:
-        home.update(replaced_documents=1, replaced_characters=replaced)
+        of_document.update(replaced_documents=1, replaced_characters=replaced)
         name = document.name if document.path else f"document {document.name}"
-        words = f"{name} is not UTF-8: {many(replaced, 'character')} became U+FFFD (iconv -t utf-8 keeps them)"
+        words = f"{name} is not UTF-8: {counted(replaced, 'character')} became U+FFFD (iconv -t utf-8 keeps them)"
         warning = ("replaced", words)
     return Encoded(ids, counts, hash_of(text), warning)

@@ -1,7 +1,7 @@
-"""From token ids to a folder of shards, their manifests, and the progress of a run that may be interrupted.
+"""Write token ids to a folder of shards with their manifests, and save the progress, from which a killed run resumes.
 
-All that a run replaces is known as its own: by its content, or by progress.npz, which it writes before the first shard
-and removes after the manifests.
+A run replaces no file that it did not make. It recognizes its own by their content, or by progress.npz, which it writes
+before the first shard and removes after the manifests.
 """
 
 import hashlib
@@ -24,22 +24,23 @@ from shards.storage import BLOCK, list_shards
 from shards.tokenization import copy_tokenizer
 
 PROGRESS = "progress.npz"
-SMALL = 10_000_000  # hashes that are saved with every shard
+SMALL = 10_000_000  # up to this many hashes are saved with every shard
 PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 
 
 class ShardWriter:
-    """Cuts a stream of token ids into files of exactly `shard_tokens`, the last one shorter; holds one at a time."""
+    """Divides a stream of token ids into shards of exactly `shard_tokens`, the last one shorter. Memory holds one
+    shard."""
 
     def __init__(self, folder, shard_tokens, dtype):
         self.folder = folder
-        self.shards = []  # entries of the manifest
-        self.filled = 0  # tokens of the shard that is not yet written
+        self.shards = []  # the manifest's entries for shards that are written
+        self.filled = 0  # tokens in the shard that is not yet written
         self.totals = Counter()  # of the COUNTS
         self.shard = np.empty(shard_tokens, dtype)
 
     def add(self, ids):
-        """Take the token ids of a document."""
+        """Append the token ids of a document, and write each shard that is filled."""
         while len(ids):
             room = self.shard[self.filled :][: len(ids)]
             room[:] = ids[: len(room)]
@@ -49,7 +50,8 @@ class ShardWriter:
                 self.flush()
 
     def flush(self):
-        """Write what is there as a shard, perhaps once more. Raises UserError where another file has its name."""
+        """Write the current shard. A run that was killed may have written it already, with the same content; raises
+        UserError where a file of its name has another content."""
         if not self.filled:
             return
         name = manifest.shard_name(len(self.shards))
@@ -58,9 +60,9 @@ class ShardWriter:
         np.save(file, self.shard[: self.filled])
         content = file.getvalue()
         if read_file(path) not in (None, content):
-            raise foreign(path)
+            raise foreign_file_error(path)
         write_file(path, content)
-        # of each block, so that dataset.py can verify the blocks that it reads alone
+        # one checksum for each block, so that a reader can verify the blocks that it reads without reading the others
         blocks = range(0, len(content), BLOCK)
         crc32 = "".join(f"{zlib.crc32(content[start : start + BLOCK]):08x}" for start in blocks)
         sha256 = hashlib.sha256(content).hexdigest()
@@ -69,14 +71,14 @@ class ShardWriter:
         self.filled = 0
 
     def manifest(self):
-        """What there is so far, for the manifest and to resume from."""
+        """The totals and shards so far, as the manifest and the progress record them."""
         n_tokens = sum(shard["tokens"] for shard in self.shards)
         counts = {key: self.totals[key] for key in COUNTS}
         return {"tokens": n_tokens, **counts, "shards": self.shards}
 
 
-def foreign(path):
-    """The UserError for a file that is in the way and that no run of this program is known to have made."""
+def foreign_file_error(path):
+    """The UserError for a file that is in the way and was not made by this run."""
     return UserError(
         f"{path} is in the way and not known to be of these shards; move it away, or give another folder",
         flag="output",
@@ -84,22 +86,24 @@ def foreign(path):
 
 
 class Output:
-    """The folder that the shards, their manifests and the progress are written to, local or remote."""
+    """The folder, local or remote, to which shards, manifests and progress are written."""
 
     def __init__(self, path, source, settings):
         self.path = path
         self.source = source
         self.settings = settings
         self.splits = SPLITS if settings["val_fraction"] else SPLITS[:1]
-        self.writers = {}  # {split: ShardWriter}, from `begin` on
-        self.position = {}  # where in the source, {} at its beginning
-        self.validation = ""  # how it is chosen, as in splits.py
+        self.writers = {}  # {split: ShardWriter}, made by `prepare`
+        self.position = {}  # position in the source; {} at its beginning
+        self.validation = ""  # how documents are chosen for it: WHOLE or ENDS of splits.py
         self.seen = Seen()
-        self.unsaved = 0  # tokens since the last progress
+        self.unsaved = 0  # tokens since the progress was last saved
 
-    def check(self, held, name, but=None):
-        """Raises UserError where shards were made with other settings than these. but: a setting that may differ."""
-        end = manifest.end_of_text(held)  # which not every manifest names
+    def check_settings(self, held, name, but=None):
+        """Raises UserError where shards were made with settings other than these. but: a setting that may differ."""
+        end = manifest.end_of_text(
+            held
+        )  # None in manifests of earlier versions, which do not name it
         held = held | {"end_of_text": self.settings["end_of_text"] if end is None else end}
         differ = [k for k, v in self.settings.items() if k != but and held.get(k) != v]
         words = [f"{k} was {held.get(k)} and is now {self.settings[k]}" for k in differ]
@@ -113,18 +117,20 @@ class Output:
             )
 
     def is_finished(self):
-        """Whether the shards of all splits are there. Raises UserError where some are damaged or of other settings."""
+        """Whether the shards of all splits are complete. Raises UserError where some are damaged or have other
+        settings."""
         finished = set()
         for split in SPLITS:
             folder = os.path.join(self.path, split)
             if held := manifest.read(folder):
-                self.check(held, split)
+                self.check_settings(held, split)
                 manifest.check_files(folder, held, list_shards(folder))
                 finished.add(split)
         return finished.issuperset(self.splits)
 
-    def load(self):
-        """What `save_progress` saved, {} where there is nothing. Raises UserError where it is something else."""
+    def load_progress(self):
+        """What `save_progress` saved; {} where there is no progress. Raises UserError where the file is damaged or
+        foreign."""
         content = read_file(os.path.join(self.path, PROGRESS))
         if content is None:
             return {}
@@ -141,7 +147,7 @@ class Output:
             ) from None
 
     def save_progress(self, position):
-        """Write where a run that is killed from now on resumes: after the batch that ended at `position`."""
+        """Save the progress. A run that is killed from now on resumes after the batch that ended at `position`."""
         state = {
             "settings": self.settings,
             "validation": self.validation,
@@ -157,13 +163,16 @@ class Output:
         np.savez(file, **arrays)
         write_file(os.path.join(self.path, PROGRESS), file.getvalue())
 
-    def begin(self, tokenizer):
-        """Make the writers, and resume where an earlier run was killed, if one was; the tokenizer is copied there.
-        Raises UserError where something else is in the way or what was read until the position has changed."""
-        dtype, length = np.dtype(self.settings["dtype"]), self.settings["shard_tokens"]
+    def prepare(self, tokenizer):
+        """Make the writers, resume from the progress of an earlier run, if there is one, and copy the tokenizer.
+
+        Raises UserError where other files are in the way, or where the files that the earlier run read have changed.
+        """
+        dtype = np.dtype(self.settings["dtype"])
+        length = self.settings["shard_tokens"]
         for split in self.splits:
             self.writers[split] = ShardWriter(os.path.join(self.path, split), length, dtype)
-        held = self.load()
+        held = self.load_progress()
         if held.get("position"):
             self.resume(held)
         for split in SPLITS:
@@ -175,8 +184,9 @@ class Output:
             self.save_progress({})
 
     def resume(self, held):
-        """Return to what `load` returned. Raises UserError where what was read until then has changed."""
-        self.check(held["settings"], PROGRESS, but="source_listing_sha256")
+        """Restore the progress `held`, as `load_progress` returned it. Raises UserError where the files that were read
+        before it have changed."""
+        self.check_settings(held["settings"], PROGRESS, but="source_listing_sha256")
         self.position = held["position"]
         if held["read_sha256"] != self.source.read_sha256(self.position):
             raise UserError(
@@ -210,17 +220,18 @@ class Output:
                 writer.add(ids)
                 writer.totals.update(counts)
         filled = sum(len(writer.shards) for writer in writers) > n_shards
-        # the hashes in it, of 8 bytes, must not be written much more often than tokens, of 2 or 4
+        # Progress holds all hashes, 8 bytes each. Saved with every shard, they would soon be most of what is written,
+        # so beyond SMALL of them at least two tokens are written, of 2 or 4 bytes, for each hash.
         if filled and self.unsaved >= 2 * (len(self.seen) - SMALL):
             self.save_progress(position)
             self.unsaved = 0
 
     def totals(self):
-        """Counter of the COUNTS of all splits."""
+        """A Counter of the COUNTS, summed over the splits."""
         return sum((writer.totals for writer in self.writers.values()), Counter())
 
-    def check_shards(self, split, begun):
-        """Raises UserError where the shards of a split are not those that its writer knows."""
+    def check_shards(self, split, resumed):
+        """Raises UserError where the folder of a split holds other shards than its writer has written."""
         folder = os.path.join(self.path, split)
         names = set(list_shards(folder))
         writer = self.writers.get(split)
@@ -230,13 +241,13 @@ class Output:
                 f"{folder}/{min(gone)} is missing, which an interrupted run wrote; put it back",
                 flag="output",
             )
-        # a run may have been killed between writing the next ones and saving its progress
-        next_ones = range(len(known), len(names)) if begun and writer else ()
+        # a run may have been killed after it wrote the next shards and before it saved its progress
+        next_ones = range(len(known), len(names)) if resumed and writer else ()
         if others := names - known - set(map(manifest.shard_name, next_ones)):
-            raise foreign(os.path.join(folder, min(others)))
+            raise foreign_file_error(os.path.join(folder, min(others)))
 
     def finish(self):
-        """Write the last shards, then the manifests, and forget the progress."""
+        """Write the last shards, then the manifests, and remove the progress."""
         for writer in self.writers.values():
             writer.flush()
         version = tomllib.loads(PYPROJECT.read_text())["project"]["version"]
@@ -245,9 +256,10 @@ class Output:
         for split, writer in self.writers.items():
             path = os.path.join(self.path, split, manifest.NAME)
             write_file(path, manifest.dump(made | writer.manifest()))
-        self.forget_progress()
+        self.remove_progress()
 
-    def forget_progress(self):
-        """Remove progress.npz, also that of a run that was killed just before it would have done so."""
-        if self.load():
+    def remove_progress(self):
+        """Remove progress.npz. After `is_finished` it may remain from a run that was killed just before it removed
+        it."""
+        if self.load_progress():
             ask(os.path.join(self.path, PROGRESS), "rm_file")

@@ -1,6 +1,6 @@
-"""Shards of a text of one's own: a tokenizer that is trained on it, unless one is given, and a name for both.
+"""Make shards of a user's own text, with a tokenizer trained on it unless one is given, and a name for both.
 
-`corpus_of("My Book.txt")` makes data/shards/My-Book and data/shards/My-Book.tiktoken, or finds them there.
+`corpus_of("My Book.txt", TextOptions())` makes data/shards/My-Book and data/shards/My-Book.tiktoken, unless they exist.
 """
 
 import contextlib
@@ -24,8 +24,8 @@ SHARDS = "data/shards"
 
 
 @dataclass(frozen=True, kw_only=True)
-class How:
-    """Flags that say how text is read, as in data/tokenize_shards.py."""
+class TextOptions:
+    """Flags for reading text, with the same meaning as in data/tokenize_shards.py."""
 
     text_column: str = "text"
     """Column of a record that holds the text."""
@@ -40,8 +40,11 @@ class How:
 
 
 def name_of(source):
-    """A name for the shards of a text and for a run on it: that of the file without its ending, or of the folder, of
-    characters that a run's name may have: "input (1).txt" -> "input-1", "corpus.v2.jsonl.gz" -> "corpus.v2"."""
+    """A name for the shards of a text and for a run on it, made of the characters that a run's name may have.
+
+    It is the name of the file without its ending, or that of the folder: "input (1).txt" -> "input-1",
+    "corpus.v2.jsonl.gz" -> "corpus.v2".
+    """
     if WILDCARD.search(source) and not os.path.exists(source):
         source = os.path.dirname(WILDCARD.split(source)[0])
     name = os.path.basename(os.path.abspath(source))
@@ -51,7 +54,8 @@ def name_of(source):
 
 
 def name_of_tokenizer(tokenizer):
-    """The same for a tokenizer: its name or that of its file, or that of the folder of a tokenizer.json."""
+    """The same for a tokenizer: tiktoken's name of it, or the name of its file, or of the folder of a
+    tokenizer.json."""
     folder, file = os.path.split(tokenizer)
     stem, _ = os.path.splitext(file)
     return name_of(
@@ -59,45 +63,48 @@ def name_of_tokenizer(tokenizer):
     )
 
 
-def corpus_of(source, how, tokenizer="", vocab_size=None):
-    """(folder of the shards of a text, name for a run on it). What is missing of them is made.
+def corpus_of(source, options, tokenizer="", vocab_size=None):
+    """(folder of the shards of a text, name for a run on it). Shards and tokenizer are made where they are missing.
 
-    source: as in data/tokenize_shards.py, on this machine. how: `How` it is read. tokenizer: as there; "": one is
-    trained on the text, of `vocab_size` tokens; None: of as many as the text is worth. Raises UserError.
+    source: as in data/tokenize_shards.py, on this machine. options: a `TextOptions`. tokenizer: as there; "": one is
+    trained on the text. vocab_size: tokens of the one that is trained; None: a number that suits the length of the
+    text. Raises UserError.
     """
     try:
-        return make(source, how, tokenizer, vocab_size)
-    except UserError as e:  # which knows the flags of the programs that make shards
+        return make_corpus(source, options, tokenizer, vocab_size)
+    except UserError as e:  # it names the flags of tokenize_shards.py; this caller has --data
         raise e.renamed(source="--data", output="folder of shards") from None
 
 
-def make(source, how, tokenizer, vocab_size):
-    """`corpus_of`, with errors that name the flags of data/tokenize_shards.py."""
+def make_corpus(source, options, tokenizer, vocab_size):
+    """`corpus_of`, but errors name the flags of data/tokenize_shards.py."""
     name = name_of(source)
     if tokenizer:
         name += f"-{name_of_tokenizer(tokenizer)}"
     elif vocab_size:
         name += f"-{vocab_size}"
-    ours = tokenize_shards.Options(source=source, output="", tokenizer="", **vars(how))
+    ours = tokenize_shards.Options(source=source, output="", tokenizer="", **vars(options))
     opened = open_source(ours)
-    name = free_name(name, tokenize_shards.settings_of_text(ours, opened))
+    name = choose_name(name, tokenize_shards.settings_of_text(ours, opened))
     folder = os.path.join(SHARDS, name)
     ranks = f"{folder}.tiktoken"
     if not tokenizer and not os.path.exists(ranks):
         asked = dict(source=source, vocab_size=vocab_size, output=ranks)
         train_tokenizer.make(train_tokenizer.Options(**asked), opened)
-    # each takes a second to start
+    # no more workers than batches, since each takes a second to start
     workers = min(ours.workers, 1 + opened.total // BATCH_BYTES)
     asked = replace(ours, output=folder, tokenizer=tokenizer or ranks, workers=workers)
     tokenize_shards.tokenize(asked, opened)
     return folder, name
 
 
-def free_name(name, text):
-    """`name`, where its folder of shards is free or holds those of this text, of `tokenize_shards.settings_of_text`.
-    Another text of that name, or this one as it was before somebody changed it, keeps its shards and its runs: then
-    `name` with six digits of the text's own."""
-    held = settings_in(os.path.join(SHARDS, name))
+def choose_name(name, text):
+    """`name` where its folder of shards is free or holds those of this text; else `name` with six digits of a hash.
+
+    So another text of that name, or an earlier version of this one, keeps its shards and its runs. text: the settings
+    that identify the text, from `tokenize_shards.settings_of_text`.
+    """
+    held = stored_settings(os.path.join(SHARDS, name))
     if not held or all(held.get(key) == value for key, value in text.items()):
         return name
     own = f"{name}-{hashlib.sha256(repr(text).encode()).hexdigest()[:6]}"
@@ -105,12 +112,12 @@ def free_name(name, text):
     return own
 
 
-def settings_in(folder):
-    """{setting: value} of the shards in a folder, finished or not; {} where there are none, or damaged ones, which are
-    refused as they are opened."""
+def stored_settings(folder):
+    """{setting: value} of the shards in a folder, finished or not; {} where there are none. Damaged ones give {} too:
+    they are refused when they are opened."""
     with contextlib.suppress(UserError):
         for split in SPLITS:
             if held := manifest.read(os.path.join(folder, split)):
                 return held
-        return Output(folder, None, {"val_fraction": 0}).load().get("settings", {})
+        return Output(folder, None, {"val_fraction": 0}).load_progress().get("settings", {})
     return {}

@@ -1,9 +1,9 @@
-"""Prepare a corpus that people train on: shards for training and validation, and the command that trains on them.
+"""Prepare a well-known corpus: make shards for training and validation, and print the command that trains on them.
 
 python data/prepare.py tinystories
 
-It prints licence, sizes and hours before it begins. data/corpora.json lists the corpora; data/tokenize_shards.py does
-the work, and takes any others.
+It prints the licence, the sizes and the hours that it takes before it starts. data/corpora.json lists the corpora.
+data/tokenize_shards.py does the work; use it directly for any other corpus.
 """
 
 if __name__ == "__main__" and not __package__:
@@ -30,28 +30,28 @@ from runtime.messages import say, size
 from shards.tokenization import load_tokenizer
 
 ROOT = Path(__file__).parents[1]
-# {name: where it is, its licence, and what is known of it, rounded: tokens are GPT-2's}
+# {name: address, licence, and rounded sizes; tokens are counted with GPT-2's tokenizer}
 CORPORA = json.loads((ROOT / "data/corpora.json").read_text())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Prepare a corpus that people train on: shards for training and validation."""
+    """Prepare a well-known corpus: make shards for training and validation."""
 
     name: Literal[tuple(CORPORA)] = argument()
-    """Which corpus: data/corpora.json says where it is. dclm is a hundredth of DCLM-baseline."""
+    """Which corpus of data/corpora.json. dclm is a hundredth of DCLM-baseline."""
     output: str = flag("", expands_home=True)
     """Folder, gs:// or s3:// address to write train/ and val/ into; empty: data/shards/NAME."""
     tokenizer: str = flag("gpt2", expands_home=True)
     """As in data/tokenize_shards.py."""
     source: str = flag("", expands_home=True)
-    """Its files, if they were downloaded already: a file, a folder or a quoted glob."""
+    """Its files, where they are downloaded already: a file, a folder or a quoted glob."""
     workers: int = flag(os.cpu_count(), least=1)
     """Processes that tokenize."""
 
 
 def announce(corpus, shards):
-    """Print what is known of a corpus. The tokenizer's speed is measured on the documentation."""
+    """Print licence, sizes and hours of a corpus. The tokenizer's speed is measured here, on the pages of docs/."""
     encoding = load_tokenizer(shards.tokenizer)
     sample = "".join(path.read_text() for path in ROOT.glob("docs/*.md")) * 10
     began = time.perf_counter()
@@ -60,8 +60,8 @@ def announce(corpus, shards):
     read, text, n_tokens = (corpus[name] for name in ("read_bytes", "text_bytes", "tokens"))
     on_disk = size(n_tokens * (2 if encoding.n_vocab <= 2**16 else 4))
     if not is_remote(shards.output):
-        there = next(filter(Path.exists, Path(shards.output).resolve().parents))
-        on_disk += f" ({size(shutil.disk_usage(there).free)} are free there)"
+        existing = next(filter(Path.exists, Path(shards.output).resolve().parents))
+        on_disk += f" ({size(shutil.disk_usage(existing).free)} are free there)"
     say(f"{shards.source}; licence: {corpus['licence']}")
     say(f"about {n_tokens:,.0f} tokens, {size(text)} of text; {size(read)} to read")
     say(f"about {on_disk} of shards in {shards.output}")

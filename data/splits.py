@@ -1,4 +1,4 @@
-"""Which documents train, which validate, and which are duplicates. Their text alone decides."""
+"""Which documents are for training, which for validation, and which are duplicates. Only their text decides."""
 
 import hashlib
 
@@ -10,20 +10,23 @@ from runtime.messages import UserError
 from shards.tokenization import CUT
 
 SPLITS = ("train", "val")
-# How validation is chosen, as manifests tell it
+# How the validation split is chosen, in the words of manifests
 WHOLE = "documents whose text hashes lowest"
 ENDS = "the end of every document"
-FEW = 1000  # documents, from which on whole ones divide evenly enough
+ENOUGH = 1000  # with this many documents, whole ones give val about its share of the text
 
 
 def hash_of(text):
-    """A hash of a text, below 2**64."""
+    """A hash of a text, an int below 2**64."""
     content = hashlib.blake2b(text.encode(), digest_size=8)
     return int(content.hexdigest(), 16)
 
 
 def divide(text, val_fraction, validation):
-    """(part for train, part for val) of a text; either may be empty."""
+    """Divide a text: (part for train, part for val), either of which may be empty.
+
+    validation: WHOLE, and one part is the whole text; or ENDS, and val is the last share of it, from the end of a word.
+    """
     if validation == WHOLE:
         return ("", text) if hash_of(text) < val_fraction * 2**64 else (text, "")
     if val_fraction == 0 or len(text) < 2:
@@ -36,11 +39,16 @@ def divide(text, val_fraction, validation):
 
 
 def choose_validation(source, val_fraction, drop=False):
-    """How the documents of a source validate, duplicates left out if `drop`: as a whole, or by their ends where they
-    are FEW and val, or train, would get less than a third of its share of the text, or val three times it."""
+    """How to choose the validation split of a source: by WHOLE documents, or by the ENDS of each.
+
+    ENDS is for a source of fewer than ENOUGH documents, where whole ones would divide it badly: train or val would get
+    less than a third of its share of the text, or val more than three times its share. drop: leave out duplicates.
+    """
     if not val_fraction:
         return WHOLE
-    hashes, sizes, n = set(), [0, 0], 0
+    hashes = set()
+    sizes = [0, 0]  # bytes for train and for val, by whole documents
+    n = 0
     for document in source.read({}):
         text = text_of(document, source.skip)
         text_hash = hash_of(text)
@@ -48,7 +56,7 @@ def choose_validation(source, val_fraction, drop=False):
             continue
         hashes.add(text_hash)
         n += 1
-        if n == FEW:
+        if n == ENOUGH:
             return WHOLE
         sizes[text_hash < val_fraction * 2**64] += len(text.encode())
     train, val = sizes
@@ -59,7 +67,7 @@ def choose_validation(source, val_fraction, drop=False):
 
 
 def text_of(document, skip):
-    """A document's text, "" where it is lost or, with `skip`, cannot be read. Raises UserError."""
+    """The text of a document; "" where it is left out as damaged or, with `skip`, cannot be read. Raises UserError."""
     if document.lost:
         return ""
     try:
@@ -72,7 +80,10 @@ def text_of(document, skip):
 
 
 class Seen:
-    """A set of hashes, 8 bytes each: sorted arrays, each more than twice the next."""
+    """A set of hashes, 8 bytes each, kept as sorted arrays.
+
+    Each array is more than twice as long as the next, so n hashes are in at most about log2(n) arrays.
+    """
 
     def __init__(self):
         self.arrays = []
@@ -81,11 +92,11 @@ class Seen:
         return sum(map(len, self.arrays))
 
     def all(self):
-        """uint64 [n]: all hashes."""
+        """uint64 [n]: all hashes in the set."""
         return np.concatenate([np.empty(0, np.uint64), *self.arrays])
 
     def add(self, hashes):
-        """Add uint64 [n]; returns bool [n], whether each was there, or is an earlier one of these."""
+        """Add hashes, uint64 [n]. Returns bool [n]: whether each was in the set before, or earlier in `hashes`."""
         _, first = np.unique(hashes, return_index=True)
         new = np.zeros(len(hashes), bool)
         new[first] = True

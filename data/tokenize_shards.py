@@ -3,9 +3,9 @@
 python data/tokenize_shards.py --source stdlib --output data/shards/stdlib --tokenizer data/shards/bpe8192.tiktoken
 
 Writes OUTPUT/train/000000.npy, ... and OUTPUT/val/000000.npy, ...: uint16 where that holds the vocabulary, else uint32.
-A document is the end-of-text token and then its text, no part of which becomes a special token; documents continue from
-one shard into the next. manifest.json beside them is written last; until then rerun the same command to resume from the
-last whole shard, as OUTPUT/progress.npz tells it.
+A document is the end-of-text token followed by the tokens of its text, none of which is a special token. Documents
+continue from one shard into the next. manifest.json beside the shards is written last. Until then, rerun the same
+command to resume from the last whole shard, which OUTPUT/progress.npz records.
 """
 
 if __name__ == "__main__" and not __package__:
@@ -24,13 +24,13 @@ import numpy as np
 
 from config.parser import flag
 from config.program import read_flags
-from data.command_line import VAL_FRACTION, Source, meant, no_text, run
+from data.command_line import VAL_FRACTION, Source, no_text_error, run, suggest_source
 from data.encoding import encode_document
 from data.output import Output
-from data.sources.base import many, warn
+from data.sources.base import counted, warn
 from data.sources.formats import open_source
 from data.splits import ENDS
-from data.workers import cut, encoded, processes, ray_actors
+from data.workers import encode_batches, make_batches, processes, ray_actors
 from runtime.files import is_remote
 from runtime.locks import alone_in
 from runtime.messages import UserError, masked, say
@@ -38,7 +38,8 @@ from runtime.pulse import Pulse
 from shards.manifest import MOST_LOST, is_lossy
 from shards.tokenization import TOKENIZER_FILES, content_sha256, load_tokenizer
 
-EARLY = 100_000  # characters of a sample that show, before the end, that a tokenizer loses text
+# After this many characters of the sample, a tokenizer that loses too much text ends the run early.
+EARLY = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,7 @@ class Options(Source):
 
 
 def main():
-    args = read_flags(Options, sys.argv[1:], "data/tokenize_shards.py", meant)
+    args = read_flags(Options, sys.argv[1:], "data/tokenize_shards.py", suggest_source)
     local = args.source != "stdlib" and not is_remote(args.source) and not is_remote(args.output)
     source = Path(args.source).resolve()
     output = Path(args.output).resolve()
@@ -84,8 +85,8 @@ def main():
 
 
 def tokenize(args, source=None):
-    """Write the shards that `Options` ask for, or what is missing of them. source: theirs, opened; None: it is opened
-    here."""
+    """Write the shards that `Options` describe, or those that are missing. source: args.source, opened; None: it is
+    opened here. Raises UserError."""
     start = time.monotonic()
     source = source or open_source(args)
     encoding = load_tokenizer(args.tokenizer)
@@ -93,99 +94,99 @@ def tokenize(args, source=None):
     output = Output(args.output, source, settings)
     with alone_in(args.output, "output", args.output, "output"):
         if not output.is_finished():
-            summary = write(args, source, output, encoding)
+            summary = write_shards(args, source, output, encoding)
             say(f"{args.output}: {summary}; {time.monotonic() - start:.1f} s")
             return
-        output.forget_progress()
+        output.remove_progress()
     same = "shards of files with these names and sizes"
     say(f"{args.output}: {same} are there already, nothing to do; delete it if a text has changed")
 
 
 def settings_of_text(args, source):
-    """{setting: value} of the manifest that tell which text it is, in which shards must agree to be the same."""
+    """{setting: value} of the manifest that identify the text. Shards that differ in one are of another text."""
     where = os.path.abspath(args.source) if os.path.exists(args.source) else masked(args.source)
     settings = dict(val_fraction=args.val_fraction, drop_duplicates=args.drop_duplicates)
     return {"source": where, **source.identity, **settings}
 
 
 def settings_of_tokens(args, encoding):
-    """The rest of these, which tell how it is tokenized and cut."""
-    kind = os.path.splitext(args.tokenizer)[1]
+    """{setting: value} of the manifest for the tokenizer and the size of shards."""
+    ending = os.path.splitext(args.tokenizer)[1]
     return {
         "tokenizer_sha256": content_sha256(encoding),
         "end_of_text": encoding.eot_token,
         "vocab_size": encoding.n_vocab,
         "shard_tokens": args.shard_tokens,
-        "tokenizer": f"tokenizer{kind}" if kind in TOKENIZER_FILES else args.tokenizer,
+        "tokenizer": f"tokenizer{ending}" if ending in TOKENIZER_FILES else args.tokenizer,
         "dtype": "uint16" if encoding.n_vocab <= 2**16 else "uint32",
     }
 
 
-def write(args, source, output, encoding):
-    """Write every split, the manifests last; returns a summary in words."""
-    output.begin(args.tokenizer)
+def write_shards(args, source, output, encoding):
+    """Write the shards of every split, then the manifests. Returns a summary in words. Raises UserError."""
+    output.prepare(args.tokenizer)
     if output.validation == ENDS:
         share = f"{100 * args.val_fraction:g}%"
         say(f"{args.output}: too few documents to hold some out: val is the last {share} of each")
-    fill(args, source, output, encoding)
+    fill_shards(args, source, output, encoding)
     totals = output.totals()
-    check_lost(args, totals)
+    check_loss(args, totals)
     damaged = ""
     if totals["damaged_files"] + totals["damaged_records"]:
-        files = many(totals["damaged_files"], "damaged file")
-        damaged = f"{files} and {many(totals['damaged_records'], 'damaged record')} left out"
+        files = counted(totals["damaged_files"], "damaged file")
+        damaged = f"{files} and {counted(totals['damaged_records'], 'damaged record')} left out"
     if not totals["documents"]:
-        empty = many(totals["empty_documents"], "empty document")
-        raise no_text(args, f"{empty}, {damaged}" if damaged else empty)
+        empty = counted(totals["empty_documents"], "empty document")
+        raise no_text_error(args, f"{empty}, {damaged}" if damaged else empty)
     for split, writer in output.writers.items():
         if not writer.totals["documents"]:
             raise UserError(
-                f"there is no text for {split} in {many(totals['documents'], 'document')} with "
+                f"there is no text for {split} in {counted(totals['documents'], 'document')} with "
                 f"a val_fraction of {args.val_fraction:g}; give more text",
                 flag="source",
                 value=args.source,
             )
     output.finish()
     if n := totals["replaced_characters"]:
-        documents = many(totals["replaced_documents"], "document")
-        warn("total", f"{many(n, 'character')} of {documents} became U+FFFD, not being UTF-8")
+        documents = counted(totals["replaced_documents"], "document")
+        warn("total", f"{counted(n, 'character')} of {documents} became U+FFFD, not being UTF-8")
     if totals["lost_characters"] + totals["lost_whitespace"]:
-        warn("total", lost_in_words(args, totals))
+        warn("total", loss_in_words(args, totals))
     if damaged:
         warn("total", f"{damaged}; of a file, what comes before the damage is there")
     summaries = []
     for split, writer in output.writers.items():
-        documents = many(writer.totals["documents"], "document")
+        documents = counted(writer.totals["documents"], "document")
         summaries.append(f"{split} {writer.manifest()['tokens']:,} tokens of {documents}")
     if n := totals["duplicate_documents"]:
         how = "left out" if args.drop_duplicates else "kept"
-        summaries.append(f"{many(n, 'exact duplicate')} {how}")
+        summaries.append(f"{counted(n, 'exact duplicate')} {how}")
     return ", ".join(summaries)
 
 
-def lost_in_words(args, totals):
-    """What --tokenizer loses of the text, by the totals of the COUNTS."""
+def loss_in_words(args, totals):
+    """A sentence on what --tokenizer loses of the text, from the totals of the COUNTS."""
     sampled = totals["sampled_characters"]
     lost = []
-    for kind, what in (("lost_characters", ""), ("lost_whitespace", " of whitespace")):
-        if n := totals[kind]:
+    for name, what in (("lost_characters", ""), ("lost_whitespace", " of whitespace")):
+        if n := totals[name]:
             lost.append(f"{n:,}{what} ({n / sampled:.2%})")
-    sample = f"of a sample of {many(sampled, 'character')}, {' and '.join(lost)} are lost"
+    sample = f"of a sample of {counted(sampled, 'character')}, {' and '.join(lost)} are lost"
     return f"--tokenizer {args.tokenizer}: {sample} when its tokens are decoded"
 
 
-def check_lost(args, totals, least=0):
-    """Raises UserError where a sample of at least `least` characters shows that --tokenizer loses too much text."""
+def check_loss(args, totals, least=0):
+    """Raises UserError where --tokenizer loses too much text, in a sample of at least `least` characters."""
     if args.lossy or totals["sampled_characters"] < least or not is_lossy(totals):
         return
     raise UserError(
-        f"{lost_in_words(args, totals)}; give a tokenizer that knows this text or, to accept a loss of more than "
+        f"{loss_in_words(args, totals)}; give a tokenizer that knows this text or, to accept a loss of more than "
         f"{MOST_LOST:.0%}, data/tokenize_shards.py --lossy."
     )
 
 
-def fill(args, source, output, encoding):
-    """Write what there is in the source from the output's position on."""
+def fill_shards(args, source, output, encoding):
+    """Encode the source from the output's position on and add it to the output."""
     dtype = np.dtype(output.settings["dtype"])
     how = args.skip_damaged, args.val_fraction, output.validation
     encode = functools.partial(encode_document, encoding, dtype, *how)
@@ -197,13 +198,13 @@ def fill(args, source, output, encoding):
         return f"tokenizing: {at['documents']:,} documents, {share:.0%}"
 
     with Pulse(words, total=source.total, initial=at["done"], unit="B", unit_scale=True) as pulse:
-        batches = cut(source, output.position)
-        for batch, position in encoded(batches, args.workers, start, encode):
+        batches = make_batches(source, output.position)
+        for batch, position in encode_batches(batches, args.workers, start, encode):
             for document in batch:
                 if document.warning:
                     warn(*document.warning)
             output.add(batch, position)
-            check_lost(args, output.totals(), EARLY)
+            check_loss(args, output.totals(), EARLY)
             at |= position
             pulse.bar.update(position["done"] - pulse.bar.n)
 

@@ -19,8 +19,8 @@ from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
 from config.parser import flag
 from config.program import read_flags
-from data.command_line import VAL_FRACTION, Source, meant, no_text, run
-from data.sources.base import many
+from data.command_line import VAL_FRACTION, Source, no_text_error, run, suggest_source
+from data.sources.base import counted
 from data.sources.formats import open_source
 from data.splits import choose_validation, divide, text_of
 from runtime.files import check_writable, read_file, write_file
@@ -28,18 +28,25 @@ from runtime.messages import UserError, say
 from runtime.pulse import Pulse
 from shards.tokenization import PATTERN, byte_letters, dump_ranks
 
-SAMPLE_BYTES = 20_000_000  # seconds of training; more text hardly changes some thousand merges
-LARGEST = 8192  # tokens of a vocabulary that is not asked for
-# Bytes of text for each token of the vocabulary: with less text, most tokens would be seen a few times only.
+# This much text trains in seconds. More hardly changes a vocabulary of some thousand merges.
+SAMPLE_BYTES = 20_000_000
+LARGEST = 8192  # the largest vocabulary that is chosen where --vocab_size is not given
+# Bytes of text for each token of a vocabulary that is chosen: with less text, most tokens would be seen only a few
+# times.
 BYTES_A_TOKEN = 256
-PIECE = 10_000  # characters; training takes time quadratic in the longest word, such as a million spaces
+# Characters of a piece of text. Training takes time quadratic in the longest word, which may be a million spaces.
+PIECE = 10_000
 
 
 def sample(source):
-    """Texts to train on: of all files, or of the first SAMPLE_BYTES of records, the first ones by the hash of their
-    names. They hold nothing of what data/tokenize_shards.py holds out by default."""
+    """A list of texts to train on, of SAMPLE_BYTES in all: a random sample, which a hash of the documents' names draws.
+
+    The sample is drawn from all files, or from the first SAMPLE_BYTES of records. It contains nothing of what
+    data/tokenize_shards.py holds out by default.
+    """
     validation = choose_validation(source, VAL_FRACTION)
-    documents, size = [], 0  # in bytes
+    documents = []
+    size = 0  # bytes
     for document in source.read({}):
         documents.append(document)
         if document.text is not None:
@@ -47,13 +54,14 @@ def sample(source):
         if size >= SAMPLE_BYTES:
             break
     documents.sort(key=lambda document: hashlib.sha256(os.fsencode(document.name)).digest())
-    texts, size = [], 0
+    texts = []
+    size = 0
     for document in documents:
         if size >= SAMPLE_BYTES:
             break
         text, _ = divide(text_of(document, source.skip), VAL_FRACTION, validation)
         content = text.encode()[: SAMPLE_BYTES - size]
-        texts.append(content.decode(errors="ignore"))  # of a character that is cut
+        texts.append(content.decode(errors="ignore"))  # without the half of a character at the cut
         size += len(content)
     return texts
 
@@ -72,7 +80,7 @@ def train(texts, vocab_size):
 
 
 def to_ranks(tokenizer):
-    """{token bytes: rank}: the ids, which follow the order of the merges."""
+    """{bytes of a token: rank}. Ranks are the tokenizer's ids, which follow the order of the merges."""
     byte = {letter: b for b, letter in byte_letters().items()}
     ranks = tokenizer.get_vocab()
     return {bytes(map(byte.get, token)): rank for token, rank in ranks.items()}
@@ -83,18 +91,19 @@ class Options(Source):
     """Train a byte-level BPE tokenizer on the training part of a source and store it as tiktoken ranks."""
 
     vocab_size: int | None = flag(None, least=257)
-    """Most tokens, with all 256 bytes and the end of text. None: 8192, or fewer for less than 2 MB of text."""
+    """Maximum number of tokens, including the 256 bytes and the end of text. None: 8192, or fewer for less than 2 MB of
+    text."""
     output: str = flag(MISSING, nonempty=True, expands_home=True)
     """File of ranks to write; its name must end in .tiktoken."""
 
 
 def main():
-    make(read_flags(Options, sys.argv[1:], "data/train_tokenizer.py", meant))
+    make(read_flags(Options, sys.argv[1:], "data/train_tokenizer.py", suggest_source))
 
 
 def make(args, source=None):
-    """Train the tokenizer that `Options` ask for and write it. source: theirs, opened; None: it is opened here. Raises
-    UserError."""
+    """Train the tokenizer that `Options` describe and write it. source: args.source, opened; None: it is opened here.
+    Raises UserError."""
     if not args.output.endswith(".tiktoken"):
         raise UserError("the name must end in .tiktoken", flag="output", value=args.output)
     if args.vocab_size is not None and args.vocab_size <= 256:
@@ -118,10 +127,11 @@ def make(args, source=None):
 
 
 def learn(args, source):
-    """(tokens of the tokenizer, how many were wanted, its ranks as bytes) for `Options`. Raises UserError."""
+    """Train a tokenizer by `Options`: (its number of tokens, the number wanted, its ranks as bytes). Raises
+    UserError."""
     texts = sample(source)
     if not any(texts):
-        raise no_text(args, many(len(texts), "empty document"))
+        raise no_text_error(args, counted(len(texts), "empty document"))
     n_bytes = sum(len(text.encode()) for text in texts)
     wanted = args.vocab_size or min(LARGEST, 257 + n_bytes // BYTES_A_TOKEN)
     tokenizer = train(texts, wanted - 1)

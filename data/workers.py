@@ -1,4 +1,4 @@
-"""Encode batches of documents on several processes or on a Ray cluster, with the results in order."""
+"""Encode batches of documents in several processes or on a Ray cluster, and return the results in order."""
 
 import functools
 import itertools
@@ -17,14 +17,16 @@ from runtime import interrupts
 from runtime.messages import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
-# What a worker takes at once, whichever is reached first: about 0.2 s of work.
+# Size of a batch, whichever limit is reached first: about 0.2 s of work for a worker.
 BATCH_BYTES = 1_000_000
 BATCH_DOCUMENTS = 1000
-IN_FLIGHT = 4 * BATCH_BYTES  # of each worker: enough that none waits, and a bound on memory
+# Bytes of batches that are submitted for each worker: enough that none waits, and a bound on memory.
+IN_FLIGHT = 4 * BATCH_BYTES
 
 
-def work(pipe, encode):
-    """Encode the batches that arrive through the pipe, until the program closes it or is killed."""
+def run_worker(pipe, encode):
+    """The main of a worker process: encode the batches that arrive through the pipe, until the program closes it or is
+    killed."""
     with suppress(EOFError, OSError):
         while True:
             batch = pipe.recv()
@@ -37,18 +39,24 @@ def work(pipe, encode):
 
 @contextmanager
 def processes(workers, encode):
-    """(function that submits a batch, function that waits for its result), on processes here. Raises UserError."""
-    pipes, own = [], threading.local()
+    """A pool of processes on this machine: (function that submits a batch, function that waits for its result).
 
-    def begin():
+    Each process belongs to a thread, which sends it a batch and waits for the answer. Raises UserError where a process
+    is killed.
+    """
+    pipes = []
+    own = threading.local()  # .pipe: to the process of this thread
+
+    def start_process():
         context = get_context("spawn")
         own.pipe, its_end = context.Pipe()
         pipes.append(own.pipe)
-        resource_tracker.ensure_running()  # whose first start unblocks signals
-        with interrupts.ending:  # a signal in between would leave half a process
-            # processes that start here ignore Ctrl-C, which a terminal sends to them too
+        resource_tracker.ensure_running()  # now, since its first start unblocks the signals that are blocked below
+        with interrupts.ending:  # a signal in the middle would leave a process half started
+            # A terminal sends Ctrl-C to all processes. Workers inherit this mask and ignore it: the main process ends
+            # them.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-            context.Process(target=work, args=(its_end, encode), daemon=True).start()
+            context.Process(target=run_worker, args=(its_end, encode), daemon=True).start()
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         its_end.close()
 
@@ -59,11 +67,13 @@ def processes(workers, encode):
             raise answer
         return answer
 
-    threads = ThreadPoolExecutor(workers, initializer=begin)  # one for each process
+    threads = ThreadPoolExecutor(workers, initializer=start_process)
     try:
         yield functools.partial(threads.submit, encode_there), Future.result
     except (EOFError, ConnectionError):
-        time.sleep(0.5)  # a signal that ended them all ends this process too, and says so
+        time.sleep(
+            0.5
+        )  # a signal that ended all processes ends this one too, with a message of its own
         raise UserError(
             "one was killed, as when memory is short; try fewer", flag="workers", value=workers
         ) from None
@@ -75,7 +85,8 @@ def processes(workers, encode):
 
 @contextmanager
 def ray_actors(workers, encode):
-    """As `processes`, on a Ray cluster or on one that Ray starts here. Ray repeats what a lost worker had to do."""
+    """The same as `processes` on a Ray cluster, or on one that Ray starts here. Ray repeats the work of lost
+    workers."""
     try:
         import ray
     except ImportError:
@@ -86,14 +97,14 @@ def ray_actors(workers, encode):
         def encode(self, batch):
             return [encode(document) for document in batch]
 
-    # the cluster's other machines have this repository, and tiktoken's ranks, at the paths that they have here
+    # the cluster's other machines have this repository, and tiktoken's ranks, at the same paths as this one
     environment = {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     if "TIKTOKEN_CACHE_DIR" in os.environ:
         environment["TIKTOKEN_CACHE_DIR"] = os.environ["TIKTOKEN_CACHE_DIR"]
     before = signal.getsignal(signal.SIGTERM)
     quiet = dict(log_to_driver=False, logging_level=logging.ERROR)
     ray.init(runtime_env={"env_vars": environment}, **quiet)
-    signal.signal(signal.SIGTERM, before)  # Ray took it
+    signal.signal(signal.SIGTERM, before)  # Ray replaced the handler
     interrupts.given_back.append(ray.shutdown)
     try:
         options = dict(max_restarts=-1, max_task_retries=-1, scheduling_strategy="SPREAD")
@@ -112,9 +123,11 @@ def ray_actors(workers, encode):
         interrupts.given_back.remove(ray.shutdown)
 
 
-def encoded(batches, workers, start, encode):
-    """Yield ([encode(document)] of a batch, position after it) for each (batch, position), in order. start: None for
-    this process, or `processes` or `ray_actors`."""
+def encode_batches(batches, workers, start, encode):
+    """Yield ([encode(document) for the documents of a batch], position) for each (batch, position), in order.
+
+    start: None to encode in this process, or `processes` or `ray_actors`.
+    """
     if not start:
         for batch, position in batches:
             yield [encode(document) for document in batch], position
@@ -131,14 +144,16 @@ def encoded(batches, workers, start, encode):
             yield result(future), its_position
 
 
-def cut(source, position):
-    """Yield (batch, position after it): the documents of the source from `position` on, in batches."""
-    batch, size = [], 0
+def make_batches(source, position):
+    """Yield (batch, position after it): lists of the documents of the source from `position` on."""
+    batch = []
+    size = 0
     for document in source.read(position):
         batch.append(document)
         size += document.size
         if size >= BATCH_BYTES or len(batch) == BATCH_DOCUMENTS:
             yield batch, source.position
-            batch, size = [], 0
+            batch = []
+            size = 0
     if batch:
         yield batch, source.position

@@ -455,7 +455,7 @@ def test_running_again(tokenize, named_tokenizers, tmp_path):
 
 def killing(monkeypatch, victim):
     """Let victim(), a worker, be killed after the third batch."""
-    encode = tokenize_shards.encoded
+    encode = tokenize_shards.encode_batches
 
     def killing(*args):
         for n, result in enumerate(encode(*args)):
@@ -463,7 +463,7 @@ def killing(monkeypatch, victim):
                 victim().kill()
             yield result
 
-    monkeypatch.setattr(tokenize_shards, "encoded", killing)
+    monkeypatch.setattr(tokenize_shards, "encode_batches", killing)
 
 
 def test_a_worker_is_killed(tokenize, tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from conftest import refusal
 from test_resume import TINY, checkpoint_of
 
 from config import settle
-from data.own_text import How, corpus_of
+from data.own_text import TextOptions, corpus_of
 from inference import weights
 from logs.overfitting import HELD_OUT, TRAINING, Overfit, Overfitting, overfit
 from tools import common
@@ -86,7 +86,7 @@ def test_a_run_that_overfits_says_so_and_its_best_checkpoint_is_taken(
     rng = random.Random(0)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "random text.txt").write_text("".join(rng.choices("abcd ", k=1500)))
-    folder, _ = corpus_of("random text.txt", How(), vocab_size=257)
+    folder, _ = corpus_of("random text.txt", TextOptions(), vocab_size=257)
     flags = TINY | dict(data=folder, tokenizer="", vocab_size=257, max_lr=0.005, warmup_steps=0)
     flags |= dict(training_steps=400, eval_every=40, save_steps=0, model_dimension=128, prompt=None)
     flags |= dict(blocks=2, ffn_dim=256, end_steps=400, n_head=4, weight_decay=0.0)

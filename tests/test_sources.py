@@ -38,7 +38,7 @@ from test_data_programs import writes as writes  # a fixture
 from data import command_line, splits, train_tokenizer
 from data.sources import files
 from data.sources import text as source_text
-from data.sources.contents import look
+from data.sources.contents import detect_contents
 from data.sources.formats import FORMATS, open_source
 from runtime.messages import UserError
 from shards import tokenization
@@ -89,7 +89,7 @@ def test_few_documents(tokenize, ranks_file, tmp_path, monkeypatch, kind):
     assert [a + b for a, b in zip(train, val, strict=True)] == [*texts, texts[0]]
     assert all(0.05 * len(t) < len(end) < 0.15 * len(t) for t, end in zip(texts, val))
     assert [m["documents"] for m in manifests(tmp_path / "out")] == [4, 4]
-    monkeypatch.setattr(splits, "FEW", 4)
+    monkeypatch.setattr(splits, "ENOUGH", 4)
     assert tokenize(f"in{kind}", "none", "--val_fraction", 0)[0] == 0
     assert not (tmp_path / "none/val").exists()
     more = [f"in{kind}", "more", "--val_fraction", 0.999]
@@ -141,7 +141,7 @@ def damage(path):
 @pytest.fixture(params=[".jsonl.gz", ".parquet"])
 def three(request, tmp_path, monkeypatch):
     """(three files of 40 records, of which the second is damaged, what it was before, kind). No few documents."""
-    monkeypatch.setattr(splits, "FEW", 5)
+    monkeypatch.setattr(splits, "ENOUGH", 5)
     paths = [tmp_path / "in" / f"{i}{request.param}" for i in range(3)]
     paths[0].parent.mkdir()
     for path in paths:
@@ -680,5 +680,5 @@ def test_every_kind_of_records_is_tested():
     fs = fsspec.filesystem("memory")
     for name, held in HOLD_RECORDS.items():
         fs.pipe_file(f"/kinds/{name}", held)
-        found.add(look(fs, f"/kinds/{name}").kind)
+        found.add(detect_contents(fs, f"/kinds/{name}").format)
     assert found == FORMATS.keys()

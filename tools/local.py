@@ -2,8 +2,8 @@
 
 python tools/local.py --data input.txt
 
-It takes the flags of main.py, and those of data/own_text.py: How. Text that --data names is tokenized first; where
-nothing is named, Python's standard library is. Then main.py takes this process over.
+It takes the flags of main.py, and those of data/own_text.py: TextOptions. Text that --data names is tokenized first;
+where nothing is named, Python's standard library is. Then main.py takes this process over.
 """
 
 if __name__ == "__main__" and not __package__:
@@ -20,7 +20,7 @@ import sys
 import utils
 from config.command_line import HINTS, flags_of_file
 from config.parser import read_words
-from data.own_text import How, corpus_of
+from data.own_text import TextOptions, corpus_of
 from runtime import interrupts, platforms
 from runtime.files import is_remote
 from runtime.messages import UserError, nearest, one_sentence
@@ -35,8 +35,8 @@ def main(argv):
     """The command line of main.py for the flags in `argv`; the corpus is made where it is missing. Raises UserError."""
     if {"-h", "--help"} & {*argv}:
         return ["--preset", "tiny", *argv]
-    of_text, words = read_words(How, argv, "main.py", others=utils.Config, hints=HINTS)
-    how = How(**of_text)
+    of_text, words = read_words(TextOptions, argv, "main.py", others=utils.Config, hints=HINTS)
+    how = TextOptions(**of_text)
     given, _ = read_words(utils.Config, words, "main.py", hints=HINTS)
     if given.get("preset") == "list":
         return argv
@@ -48,7 +48,7 @@ def main(argv):
     if "data" not in given:
         folder = STDLIB
         # what is there stays, also where another Python made it
-        if any(making[1:]) or how != How() or not is_made(folder):
+        if any(making[1:]) or how != TextOptions() or not is_made(folder):
             folder, _ = corpus_of("stdlib", *making)
         words += ["--data", folder]
     elif is_text(given):

@@ -12,8 +12,11 @@ NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
 
 
 def walk(root, leave_out=()):
-    """Paths of a local folder's regular files, without those in folders that are hidden, named in leave_out or
-    symlinked, of which the last are warned of. Raises UserError where a folder cannot be read."""
+    """Paths of the regular files in a local folder and its subfolders.
+
+    Subfolders that are hidden, named in leave_out or symlinked are left out, the symlinked ones with a warning. Raises
+    UserError where a folder cannot be read.
+    """
 
     def stop(e):
         raise UserError(f"{e.filename} cannot be read ({e.strerror})", flag="source")
@@ -31,7 +34,7 @@ def stdlib_documents():
     """The .py files of Python's standard library, sorted by name."""
     root = sysconfig.get_paths()["stdlib"]
     paths = [path for path in walk(root, NOT_STDLIB) if path.endswith(".py")]
-    # its tests of encodings are files in them
+    # The library's tests of encodings are files in other encodings than UTF-8.
     return [document._replace(is_known=True) for document in documents_of(paths, root)]
 
 
@@ -42,13 +45,16 @@ def documents_of(paths, root):
 
 
 def parts_of(name, path):
-    """The documents of a file: itself, or parts of a text that is too long for one and neither compressed nor UTF-16:
-    lines of about PART bytes."""
+    """The documents of a file: the whole file or, where it is too long for one document, parts of about PART bytes.
+
+    Parts end at the end of a line. Compressed files, UTF-16 and UTF-32 are not divided.
+    """
     size = os.path.getsize(path)
     whole = [Document(name, path, size)]
     if size <= text.LONGEST or text.compression_of(path):
         return whole
-    parts, start = [], 0
+    parts = []
+    start = 0
     try:
         with open(path, "rb") as f:
             if text.wide_encoding(f.read(4)):
@@ -60,6 +66,6 @@ def parts_of(name, path):
                 end = min(f.tell(), size)
                 parts.append(Document(f"{name}:{start}", path, end - start, start=start))
                 start = end
-    except OSError:  # reading the document says so
+    except OSError:  # the same error is reported when the document is read
         return whole
     return parts

@@ -9,30 +9,31 @@ from concurrent.futures import ThreadPoolExecutor
 
 from fsspec.implementations.local import LocalFileSystem
 
-from data.sources.base import Document, Source, many, shown, warn_of_left_out
-from data.sources.contents import TEXT, Contents, is_json, look
+from data.sources.base import Document, Source, counted, shown, warn_of_left_out
+from data.sources.contents import TEXT, Contents, detect_contents, is_json
 from data.sources.files import documents_of, stdlib_documents, walk
 from data.sources.hub import find_dataset
 from data.sources.jsonl import Lines
 from data.sources.parquet import Tables
 from data.sources.rows import Rows, delimiter_of
-from data.sources.text import DAMAGE, content_of, not_text, read_text, stem
+from data.sources.text import DAMAGE, content_of, not_text_error, read_text, stem
 from data.sources.values import Values
 from runtime.files import filesystem, is_remote, persist, read_file
 from runtime.messages import UserError, first_line, say_aside
 
-# {what contents.py calls files of records: the subclass of base.Records that reads them}, in the order of documents
+# {a format of records, as in contents.py: the subclass of base.Records that reads it}, in the order of documents
 FORMATS = {"lines": Lines, "values": Values, "rows": Rows, "table": Tables}
-NOTES = re.compile(r"\.(txt|md)$")  # stems of the files that are read as texts beside records
+NOTES = re.compile(r"\.(txt|md)$")  # names of the files that are read as texts beside records
 ENDINGS = ".jsonl, .ndjson, .json, .csv, .tsv (also .gz, .bz2, .xz, .zst) or .parquet"
 ENDING = re.compile(r"(\.\w+)?(\.(gz|bz2|xz|zstd?))?$", re.IGNORECASE)
-# stems of the names of source code and its kin: with another ending than notes have
+# names of source code and the like: any ending but those of notes and JSON
 CODE = re.compile(r"[^/]\.(?!(txt|md|json)$)[^./]+$")
 WILDCARD = re.compile(r"[*?\[]")
 
 
 def literal_part(fs, path):
-    """The beginning of a path or glob that is no glob: all of what is there under its own name."""
+    """The part of a path or glob before its first wildcard. A file or folder whose own name holds a wildcard character
+    belongs to it."""
     there = path
     while WILDCARD.search(there) and not fs.exists(there):
         there = os.path.dirname(there)
@@ -40,8 +41,10 @@ def literal_part(fs, path):
 
 
 def find(source):
-    """(file system, folder that names are relative to, {path: bytes}) of a file, a folder or a glob of both, without
-    hidden files."""
+    """Find the files of a source that is a file, a folder or a glob; hidden files are left out.
+
+    Returns (file system, folder that names are relative to, {path: bytes}).
+    """
     fs, path = filesystem(source)
     literal = literal_part(fs, path)
     if literal == path:
@@ -62,7 +65,7 @@ def find(source):
 
 
 def open_source(args):
-    """What --source, --config, --split and --text_column name: a base.Source. Raises UserError."""
+    """The base.Source that --source, --config, --split and --text_column name. Raises UserError."""
     source, skip = args.source, args.skip_damaged
     shown.clear()
     if source == "stdlib":
@@ -85,7 +88,7 @@ def open_source(args):
         return open_remote_text(args, *contents.items())
     what = "there is no such file or folder"
     if found:
-        what = f"{many(len(found), 'file')} there, none ending in {ENDINGS}, which alone are read from there"
+        what = f"{counted(len(found), 'file')} there, none ending in {ENDINGS}, which alone are read from there"
     raise UserError(
         f"{what}; give a text file or a folder or quoted glob of them on this machine, a file, a "
         f"folder or a quoted glob of {ENDINGS}, a dataset of the Hugging Face hub as ORGANISATION/NAME, or stdlib",
@@ -95,19 +98,20 @@ def open_source(args):
 
 
 def survey(fs, paths):
-    """{path: `Contents`} of files. Raises UserError where remote storage fails."""
+    """Detect what each file holds: {path: `Contents`}. Raises UserError where remote storage fails."""
 
     def contents_of(path):
         try:
-            return look(fs, path)
+            return detect_contents(fs, path)
         except Exception:
-            # Of the file, or of the storage: every kind of storage has errors of its own, so it is asked again.
+            # The file may be damaged, or the storage may have failed. Every storage has its own errors, so they do not
+            # tell which: one byte is read again, and retried until the storage answers.
             if not isinstance(fs, LocalFileSystem):
                 address = fs.unstrip_protocol(path)
                 persist(lambda: fs.cat_file(path, start=0, end=1), address)
         try:
-            return look(fs, path)
-        # reading such a file raises the same again, or counts it as damaged
+            return detect_contents(fs, path)
+        # The storage works and the file is damaged. Reading it raises this error again, or counts it as damaged.
         except UserError:
             return Contents("rows" if delimiter_of(path) else "values")
         except DAMAGE:
@@ -129,16 +133,18 @@ def records_in(contents, sizes, args):
     code = [path for path in texts if CODE.search(stem(path))]
     records, others = {}, []
     for path, held in contents.items():
-        if held.kind == "web archive":
+        if held.format == "web archive":
             raise UserError(
                 f"{path} is a web archive (WARC); write its texts as lines of JSON (.jsonl), as by warcio or "
                 "trafilatura, and give these",
                 flag="source",
             )
-        has_text = held.columns is None or held.kind == "lines" or args.text_column in held.columns
-        if held.kind in FORMATS and has_text and not (held.is_object and code):
-            records[path] = held.kind
-        elif held.kind in FORMATS:
+        has_text = (
+            held.columns is None or held.format == "lines" or args.text_column in held.columns
+        )
+        if held.format in FORMATS and has_text and not (held.is_object and code):
+            records[path] = held.format
+        elif held.format in FORMATS:
             others.append(path)
     if code:
         return records, []
@@ -156,57 +162,59 @@ def records_in(contents, sizes, args):
 
 
 def readers(args, fs, found, records):
-    """[base.Records] of the files `records`, {path: one of FORMATS}."""
-    kinds = []
-    for name, kind in FORMATS.items():
+    """A list of base.Records, one for each format in `records`, {path: one of FORMATS}."""
+    made = []
+    for name, reader in FORMATS.items():
         files = {path: size for path, size in found.items() if records.get(path) == name}
         if files:
-            kinds.append(kind(fs, files, args.text_column, args.skip_damaged))
-    return kinds
+            made.append(reader(fs, files, args.text_column, args.skip_damaged))
+    return made
 
 
 def open_records(args, fs, root, found, contents, records):
-    """A source of the records and, on this machine, of the notes in the files `found`, {path: bytes}."""
+    """A source of the records in the files `found`, {path: bytes}, and of local notes beside them."""
     is_local = isinstance(fs, LocalFileSystem)
     notes = [p for p in found if is_local and contents[p] == TEXT and NOTES.search(stem(p))]
     others = found.keys() - records.keys() - set(notes)
-    kinds = readers(args, fs, found, records)
+    record_readers = readers(args, fs, found, records)
     warn_of_left_out("other file", others, f" beside the records: {endings_of(others)}")
-    tell_kinds(args.source, found.keys() - others)
+    report_endings(args.source, found.keys() - others)
     documents = []
     if any(found[path] for path in notes):
         documents = documents_of(notes, root)
-    return Source(documents, kinds, args.skip_damaged)
+    return Source(documents, record_readers, args.skip_damaged)
 
 
 def open_texts(args, root, contents):
-    """A source of the texts in local files. Binary files are left out, and so are a few in another encoding. Raises
-    UserError where those are more."""
-    binary = [path for path, held in contents.items() if held.kind == "binary"]
-    garbled = [path for path, held in contents.items() if held.kind == "garbled"]
+    """A source of the texts in local files. Binary files are left out, and so are files in another encoding where they
+    are at most a tenth. Raises UserError where they are more, or where all files are binary."""
+    binary = [path for path, held in contents.items() if held.format == "binary"]
+    garbled = [path for path, held in contents.items() if held.format == "garbled"]
     if args.skip_damaged:
-        garbled = []  # reading them counts them
+        garbled = []  # they are counted as damaged when they are read
     texts = sorted(contents.keys() - {*binary, *garbled})
     if len(garbled) * 10 > len(texts) + len(garbled):
-        raise not_text(garbled[0])
+        raise not_text_error(garbled[0])
     if binary and not texts:
-        raise only_binary(args.source, binary)
+        raise only_binary_error(args.source, binary)
     warn_of_left_out("binary file", binary, f": {endings_of(binary)}")
     warn_of_left_out("file", garbled, ", not UTF-8 text; convert what is (iconv -t utf-8)")
-    tell_kinds(args.source, texts)
+    report_endings(args.source, texts)
     documents = documents_of(texts, root)
-    if len(contents) == 1:  # before anything is written
+    if (
+        len(contents) == 1
+    ):  # a single file that cannot be read is an error, raised before anything is written
         read_text(documents[0])
     return Source(documents, [], args.skip_damaged)
 
 
 def open_remote_text(args, file):
-    """A source of one text file that is not on this machine, which is read at once."""
+    """A source of one remote text file, which is read here as a whole."""
     path, held = file
-    if held.kind == "binary":
-        raise only_binary(args.source, [path])
-    if held.kind == "garbled":
-        raise not_text(args.source)
+    if held.format == "binary":
+        raise only_binary_error(args.source, [path])
+    if held.format == "garbled":
+        raise not_text_error(args.source)
     try:
         content = read_file(args.source) or b""
         text = content_of(io.BytesIO(content), args.source, "split it")
@@ -217,7 +225,7 @@ def open_remote_text(args, file):
     return Source([Document(path, size=len(content), text=text)], [], args.skip_damaged)
 
 
-def only_binary(source, paths):
+def only_binary_error(source, paths):
     """The UserError for a source of binary files alone."""
     endings = endings_of(paths)
     what = "is not UTF-8 text but a binary file; give text"
@@ -231,7 +239,7 @@ def only_binary(source, paths):
 
 
 def open_dataset(args):
-    """The records of a dataset of the hub."""
+    """A source of the records of a dataset of the hub."""
     fs, files, identity = find_dataset(args)
     contents = survey(fs, files)
     records, _ = records_in(contents, files, args)
@@ -247,18 +255,18 @@ def open_dataset(args):
 
 
 def ending_of(path):
-    """The ending of a file's name, .txt or .jsonl.gz, in words where it has none."""
+    """The ending of a file's name, such as .txt or .jsonl.gz; "no ending" where it has none."""
     return ENDING.search(path)[0] or "no ending"
 
 
 def endings_of(paths):
-    """The endings of files' names, in words."""
+    """The endings of files' names, as a list in words."""
     return ", ".join(sorted(set(map(ending_of, paths))))
 
 
-def tell_kinds(source, paths):
-    """Print how many files of each of several endings are read."""
-    kinds = Counter(map(ending_of, sorted(paths)))
-    if len(kinds) > 1:
-        words = ", ".join(f"{n:,} {kind}" for kind, n in kinds.most_common())
-        say_aside(f"{source}: {many(len(paths), 'file')}: {words}")
+def report_endings(source, paths):
+    """Print how many files of each ending are read, where there are several endings."""
+    endings = Counter(map(ending_of, sorted(paths)))
+    if len(endings) > 1:
+        words = ", ".join(f"{n:,} {ending}" for ending, n in endings.most_common())
+        say_aside(f"{source}: {counted(len(paths), 'file')}: {words}")

@@ -8,19 +8,23 @@ from runtime.messages import UserError, first_line
 
 
 def find_dataset(args):
-    """(file system, {path: bytes}, {setting: value} of the manifest) of a dataset of the hub, at its newest revision,
-    or in the hub's cache. args: a command_line.Source. Raises UserError."""
-    import datasets  # takes a second
+    """Find a dataset of the hub, at its newest revision, or offline in the hub's cache.
 
-    name, split = args.source, args.split
+    Returns (file system, {path: bytes}, {setting: value} for the manifest). args: a command_line.Source. Raises
+    UserError.
+    """
+    import datasets  # here, since importing it takes a second
+
+    name = args.source
+    split = args.split
     try:
-        revision, place = newest(name)
-        builder = datasets.load_dataset_builder(place, args.config, revision=revision)
+        revision, address = newest(name)
+        builder = datasets.load_dataset_builder(address, args.config, revision=revision)
         urls = builder.config.data_files[split]
         fs = filesystem(urls[0])[0]
         with ThreadPoolExecutor(16) as pool:
             infos = list(pool.map(fs.info, urls))
-    except Exception as e:  # of the network, of datasets' builders: there is no common class
+    except Exception as e:  # errors of the network and of datasets' builders have no common class
         raise UserError(
             f"there is no such file or folder, nor a dataset of the hub with --config {args.config} "
             f"and --split {split} ({first_line(e)})",
@@ -32,7 +36,8 @@ def find_dataset(args):
 
 
 def newest(name):
-    """(revision, name or local folder) of a dataset of the hub. Raises what huggingface_hub does."""
+    """(newest revision, name) of a dataset of the hub or, where the hub does not answer, (revision, folder) of the copy
+    in the cache. Raises the errors of huggingface_hub."""
     from huggingface_hub import HfApi, snapshot_download
 
     try:

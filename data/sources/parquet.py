@@ -15,12 +15,15 @@ TEXT_TYPES = ("string", "large_string", "string_view", "null")  # Arrow's, of a 
 
 
 class Tables(Records):
-    """Every row is a document. This thread alone reads: threads of Arrow would abort the interpreter at its end."""
+    """Every row is a document.
+
+    Only the calling thread reads. Arrow's own threads, if they still read when the interpreter exits, would abort it.
+    """
 
     def __init__(self, *args):
         super().__init__(*args)
-        with ThreadPoolExecutor(16) as pool:  # remote storage is slow to answer
-            # {path: the UserError of a file that cannot be used, or None}
+        # {path: the UserError of a file that cannot be used, or None}. 16 at once: remote storage is slow to answer.
+        with ThreadPoolExecutor(16) as pool:
             self.errors = dict(zip(self.files, pool.map(self._error_of, self.files)))
         errors = list(filter(None, self.errors.values()))
         if errors and (not self.skip or len(errors) == len(self.files)):
@@ -29,13 +32,13 @@ class Tables(Records):
     def _open(self, f):
         return pyarrow.parquet.ParquetFile(
             f,
-            pre_buffer=False,  # no thread of Arrow reads ahead
+            pre_buffer=False,  # reading ahead would use Arrow's threads
             buffer_size=1 << 20,
             page_checksum_verification=True,
         )
 
     def _error_of(self, path):
-        """The UserError of a file that is damaged or has no text in the column, else None."""
+        """The UserError of a file that is damaged or that lacks a column of text; None for a sound file."""
         try:
             with self.fs.open(path, "rb") as f, self._open(f) as table:
                 types = dict(zip(table.schema_arrow.names, table.schema_arrow.types))
@@ -44,15 +47,16 @@ class Tables(Records):
         others = ", ".join(types)
         has = f"has no column {self.column}, only {others}; name that of the text by --text_column"
         if self.column in types:
-            kind = types[self.column]
-            if pyarrow.types.is_dictionary(kind):
-                kind = kind.value_type
-            if str(kind) in TEXT_TYPES:
+            column_type = types[self.column]
+            if pyarrow.types.is_dictionary(column_type):
+                column_type = column_type.value_type
+            if str(column_type) in TEXT_TYPES:
                 return None
-            has = f"holds {kind} in its column {self.column}, which is no text"
+            has = f"holds {column_type} in its column {self.column}, which is no text"
         return UserError(f"{path} {has}", flag="source")
 
     def entries(self, path):
+        """The rows of a file, as `Records` defines `entries`."""
         if self.errors[path]:
             raise self.errors[path]
         row = 0
@@ -63,9 +67,10 @@ class Tables(Records):
                     yield row, done, self._text(cell, f"row {row} of {path}")
 
     def _cells(self, table, group):
-        """Yield the bytes of the cells of a row group, as they are in Arrow's memory."""
+        """Yield the text cells of a row group as buffers in Arrow's memory, uncopied; b"" for an empty cell."""
         size = table.metadata.row_group(group).total_byte_size
-        # a dictionary may hold one long text for all rows: those that are read at once have room even then
+        # A dictionary may hold one long text that all rows share, so a row can be as long as the whole group. Only as
+        # many rows are read at once as fit in memory even then.
         n_rows = min(100, max(1, text.LONGEST // max(1, size)))
         batches = table.iter_batches(
             row_groups=[group], columns=[self.column], use_threads=False, batch_size=n_rows
@@ -76,7 +81,7 @@ class Tables(Records):
             yield cell.as_buffer() if cell.is_valid else b""
 
     def _text(self, cell, where):
-        """The text of a cell, with lone surrogates for bytes that are not UTF-8; the Document of one too long."""
+        """The text of a cell, with lone surrogates for bytes that are not UTF-8; a Document where it is too long."""
         try:
             check_length(len(cell), where, self.advice)
         except UserError as e:

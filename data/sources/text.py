@@ -1,4 +1,7 @@
-"""The text of a document: UTF-8, or UTF-16 and UTF-32 with their marks; the rest is replaced and counted."""
+"""Read the text of a document: UTF-8, or UTF-16 or UTF-32 with a byte order mark, compressed or not.
+
+Bytes that are not of that encoding become U+FFFD and are counted.
+"""
 
 import bz2
 import codecs
@@ -13,12 +16,13 @@ import pyarrow
 from runtime.messages import UserError, first_line
 from shards.tokenization import whole_characters
 
-# what a damaged file raises
+# what reading a damaged file raises
 DAMAGE = (OSError, EOFError, UnicodeError, zlib.error, lzma.LZMAError, pyarrow.ArrowException)
-LONGEST = 256_000_000  # bytes of a document, decompressed: a few kilobytes of an archive can spell gigabytes
+# Most bytes of a document, decompressed: a compressed file of a few kilobytes can expand to gigabytes.
+LONGEST = 256_000_000
 PIECE = 1 << 20  # bytes that are read at once
-BUFFER = 1 << 16  # bytes of a stream that can be looked at before they are read
-WIDE = {  # those of 32 bits first: their marks begin with those of 16
+BUFFER = 1 << 16  # bytes of a stream that can be inspected before they are read
+WIDE = {  # UTF-32 first, since the little-endian mark of UTF-32 begins with that of UTF-16
     codecs.BOM_UTF32_LE: "utf-32",
     codecs.BOM_UTF32_BE: "utf-32",
     codecs.BOM_UTF16_LE: "utf-16",
@@ -26,7 +30,8 @@ WIDE = {  # those of 32 bits first: their marks begin with those of 16
 }
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 ZSTD_WINDOW = 1 << 27  # bytes: the largest window that the library reads
-# bytes that no text has: control characters but backspace, tabs, line and page ends, and escape, which colors logs
+# Bytes that no text contains: the control characters, except for backspace, tabs, ends of lines and pages, and escape,
+# which colors logs.
 CONTROLS = bytes({*range(32), 127} - {8, 9, 10, 11, 12, 13, 27})
 
 
@@ -37,7 +42,7 @@ def check_length(size, what, advice=""):
 
 
 def zstd_window(header):
-    """Bytes of the window that a zstd file needs, by its first 18 bytes; 0 where they do not tell. RFC 8878, 3.1.1."""
+    """Bytes of the window that a zstd file needs, from its first 18 bytes; 0 where they do not say. RFC 8878, 3.1.1."""
     if len(header) < 6 or not header.startswith(ZSTD_MAGIC):
         return 0
     descriptor = header[4]
@@ -61,7 +66,7 @@ def open_zstd(raw):
     return pyarrow.CompressedInputStream(raw, "zstd")
 
 
-COMPRESSION = {  # gzip's own module takes zeros after the end, as the program gzip does
+COMPRESSION = {  # Python's own gzip accepts zeros after the end, as the program gzip does
     ".gz": lambda raw: gzip.GzipFile(fileobj=raw),
     ".bz2": bz2.BZ2File,
     ".xz": lzma.LZMAFile,
@@ -71,21 +76,21 @@ COMPRESSION = {  # gzip's own module takes zeros after the end, as the program g
 
 
 def compression_of(path):
-    """The ending of a compressed file's name, one of COMPRESSION in any case, or ""."""
+    """The ending of a compressed file's name, one of COMPRESSION in upper or lower case; else ""."""
     ending = os.path.splitext(path)[1]
     return ending if ending.lower() in COMPRESSION else ""
 
 
 def stem(path):
-    """A path in small letters, without the ending of a compressed file."""
+    """A path in lower case, without the ending of a compression."""
     return path.removesuffix(compression_of(path)).lower()
 
 
 def decompressed(raw, path):
-    """An open file as a buffered stream, decompressed as the ending of `path` tells."""
+    """An open file as a buffered stream, decompressed according to the ending of `path`."""
     compression = compression_of(path).lower()
     stream = COMPRESSION[compression](raw) if compression else raw
-    # where a file is torn, what is in this buffer is lost
+    # Where a file is truncated, the last bytes before the end, which are in this buffer, are lost.
     stream = io.BufferedReader(stream, BUFFER)
     if compression and not stream.peek(1) and not raw.tell():
         raise EOFError("no bytes are in it, not even those of an empty archive")
@@ -93,12 +98,15 @@ def decompressed(raw, path):
 
 
 def wide_encoding(content):
-    """Name of the encoding that the byte order mark at the beginning of `content` tells, or None: UTF-8."""
+    """The encoding that the byte order mark of `content` names, "utf-16" or "utf-32"; None where it has none."""
     return next((name for mark, name in WIDE.items() if content.startswith(mark)), None)
 
 
 def lines(stream):
-    """Yield the lines of a stream as text, bytes that are not UTF-8 as lone surrogates; of a longer one LONGEST + 1."""
+    """Yield the lines of a stream as text, with lone surrogates for bytes that are not UTF-8.
+
+    Of a line that is too long come the first LONGEST + 1 characters, by which the caller recognizes it.
+    """
     encoding = wide_encoding(stream.peek(4))
     errors = "strict" if encoding else "surrogateescape"
     text = io.TextIOWrapper(stream, encoding or "utf-8-sig", errors, newline="\n")
@@ -109,15 +117,15 @@ def lines(stream):
 
 
 def content_of(raw, path, advice):
-    """The whole text of an open file, bytes that are not UTF-8 as lone surrogates. Raises UserError where that is too
-    long, with `advice` as its remedy, or one of DAMAGE."""
+    """The whole text of an open file, with lone surrogates for bytes that are not UTF-8. Raises UserError where it is
+    too long, with `advice` as its remedy, or one of DAMAGE."""
     content = decompressed(raw, path).read(LONGEST + 1)
     check_length(len(content), path, advice)
     return "".join(lines(io.BufferedReader(io.BytesIO(content))))
 
 
 def decode(content):
-    """(text, number of characters that became U+FFFD) of a file's bytes, without a byte order mark."""
+    """Decode a file's bytes: (text without the byte order mark, number of characters that became U+FFFD)."""
     try:
         return content.decode(wide_encoding(content) or "utf-8-sig"), 0
     except UnicodeDecodeError:
@@ -126,25 +134,26 @@ def decode(content):
 
 
 def count_controls(content):
-    """How many of some bytes are CONTROLS."""
+    """The number of bytes that are among CONTROLS."""
     return len(content) - len(content.translate(None, CONTROLS))
 
 
 def is_garbled(content):
-    """Whether more than a tenth of some bytes is no text, as of text in another encoding."""
+    """Whether more than a tenth of the bytes is not text, as in a text of another encoding."""
     text, replaced = decode(content)
-    is_wide = wide_encoding(content) and not replaced  # half of its bytes may be zeros
+    # half of the bytes of UTF-16 may be zeros, which are no control characters there
+    is_wide = wide_encoding(content) and not replaced
     controls = 0 if is_wide else count_controls(content)
     return (replaced + controls) * 10 > len(text)
 
 
-def not_text(path):
+def not_text_error(path):
     """The UserError for a file that is garbled."""
     return UserError("is not UTF-8 text; convert it (iconv -t utf-8)", flag="source", value=path)
 
 
 def read_text(document):
-    """(text, number of characters that became U+FFFD) of a document. Raises UserError where it cannot be read."""
+    """Read a document: (text, number of characters that became U+FFFD). Raises UserError where it cannot be read."""
     if document.text is not None:
         content = whole_characters(document.text)
         return content, content.count("\ufffd") - document.text.count("\ufffd")
@@ -161,5 +170,5 @@ def read_text(document):
         ) from None
     check_length(len(content), document.path, "split it")
     if not document.is_known and is_garbled(content):
-        raise not_text(document.path)
+        raise not_text_error(document.path)
     return decode(content)

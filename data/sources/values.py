@@ -1,4 +1,4 @@
-"""Documents that are JSON objects of files that are not lines: one array of them, or objects one after another."""
+"""Documents that are JSON objects, in files that are not lines of JSON: an array of objects, or a sequence of them."""
 
 import json
 import re
@@ -16,7 +16,7 @@ def content_of(raw, path):
 
 
 def values_in(content):
-    """Yield the values of a text of JSON. Raises ValueError or RecursionError where it is none."""
+    """Yield the JSON values that a text consists of. Raises ValueError or RecursionError at what is not JSON."""
     decode = json.JSONDecoder().raw_decode
     at = SPACE.match(content).end()
     while at < len(content):
@@ -26,7 +26,7 @@ def values_in(content):
 
 
 def objects_in(values):
-    """Yield the values, and for an array its elements."""
+    """Yield the values; in place of an array its elements."""
     for value in values:
         yield from value if isinstance(value, list) else [value]
 
@@ -35,6 +35,7 @@ class Values(Records):
     """Every object is a document."""
 
     def entries(self, path):
+        """The objects of a file, as `Records` defines `entries`."""
         with self.fs.open(path, "rb") as raw:
             content = content_of(raw, path)
         try:
@@ -44,14 +45,11 @@ class Values(Records):
                 f"{path} is not JSON ({e})", flag="source", remedy=self.advice
             ) from None
         for i, value in enumerate(objects, 1):
-            yield (
-                i,
-                self.files[path] * i // len(objects),
-                self._text(value, f"object {i} of {path}"),
-            )
+            done = self.files[path] * i // len(objects)
+            yield i, done, self._text(value, f"object {i} of {path}")
 
     def _text(self, value, at):
-        """The text of an object, a str or None, or the Document of a damaged one."""
+        """The text of an object, a str or None; a Document where the object is damaged."""
         try:
             return self.cell(value, at)
         except UserError as e:
