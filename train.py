@@ -123,12 +123,12 @@ def open_and_settle(flags, workbench, lock):
     )
     cfg = settle.settle(flags, found)
     if of_weights:
-        most = weights.positions(source, of_weights["T"])
+        most = weights.max_positions(source, of_weights["T"])
         if cfg.model.T > most:
             them = f"the weights in --init_from {source}"
             say(f"warning: --T {cfg.model.T}: {them} were made for {most} tokens")
     whose = cfg.run.folder if stored else source
-    ends = weights.ends(whose) if whose else []
+    ends = weights.end_tokens(whose) if whose else []
     return cfg, Opened(stored, encoding, load_weights, ends, lock)
 
 

@@ -1,4 +1,4 @@
-"""The samples that a run draws beside its checkpoints."""
+"""Samples that a training run draws when it saves a checkpoint."""
 
 import itertools
 import math
@@ -14,8 +14,8 @@ from training.train_state import abstract_params, arranger
 
 
 def prompt_ids(cfg, encoding):
-    """Token ids, int32, that samples continue; None where no tokenizer is known, --T leaves no room or the model does
-    not know one of them."""
+    """int32 [n]: the token ids of --prompt. None where no tokenizer is known, where --T leaves no room, or where the
+    model's vocabulary lacks one of the tokens."""
     if encoding is None or cfg.model.T < 2:
         return None
     ids = whole_prompt(cfg, encoding)[: cfg.model.T - cfg.sample.max_tokens]
@@ -25,17 +25,22 @@ def prompt_ids(cfg, encoding):
 
 
 def make_sampler(cfg, mesh, encoding, ends=()):
-    """`sample(params)` -> texts that continue --prompt, with the same draws every time. There are none without a
-    tokenizer (`encoding`), or where --T leaves no room. ends: tokens that end a text (`weights.ends`). Decoding needs
-    the blocks in their order in the model (`arranger`)."""
+    """`sample(params)` -> a list of texts that continue --prompt, drawn with the same random numbers every time.
+
+    The list is empty where there is no prompt (`prompt_ids`). ends: from `weights.end_tokens`. Decoding needs the
+    blocks in the model's order, so parameters of a run with --pp_interleave are rearranged first (`arranger`).
+    """
     prompt = prompt_ids(cfg, encoding)
     if prompt is None:
         return lambda params: []
     in_order = utils.replace(cfg, pp_interleave=1)
     rearrange = arranger(cfg, abstract_params(in_order, mesh))
     ends = {encoding.eot_token, *ends}
-    s, dp = cfg.sample, cfg.run.n_device_axis[0]
-    n_rows = math.ceil(s.inference_batch / dp) * dp  # dp must divide them
+    s = cfg.sample
+    dp = cfg.run.n_device_axis[0]
+    n_rows = (
+        math.ceil(s.inference_batch / dp) * dp
+    )  # a multiple of dp, over which the rows are split
     ids, lengths = decoding.pad([prompt] * n_rows, len(prompt))
     whole = len(prompt) + s.max_tokens
     prefill, advance = decoding.make_stream(in_order, mesh, s, whole, s.max_tokens)
@@ -46,7 +51,8 @@ def make_sampler(cfg, mesh, encoding, ends=()):
         _, drawn = advance(params, state)
         rows = np.concatenate([ids, np.asarray(drawn).T], 1)[: s.inference_batch]
         texts = []
-        for _, *row in rows.tolist():  # the first begins every document, and is the end of text too
+        # without the first token, the end of text, which begins every document and would end every sample
+        for _, *row in rows.tolist():
             shown = itertools.takewhile(lambda token: token not in ends, row)
             texts.append(text_of(encoding, shown))
         return texts

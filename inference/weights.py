@@ -1,4 +1,4 @@
-"""Weights from elsewhere: another run, a folder in the Hugging Face format, or a model of the Hugging Face hub."""
+"""Load weights of another run, of a folder in the Hugging Face format, or of a model of the Hugging Face hub."""
 
 import functools
 import glob
@@ -20,12 +20,14 @@ from training.checkpointing import Checkpoints
 
 
 def open_weights(folder):
-    """({flag: value} of the model in `folder`, load_weights).
+    """Open a model: ({flag: value} of the model, load_weights).
 
-    load_weights(abstract) reads the parameters, with the shapes and shardings of `abstract`
-    (`train_state.abstract_params`). `folder` is a run directory, of which `choose_checkpoint` chooses the checkpoint; a
-    folder in the Hugging Face format; or the name of a model of the hub, which load_weights downloads. Raises UserError
-    where it is none of these.
+    load_weights(abstract) reads the parameters and shards them like `abstract`, from `train_state.abstract_params`.
+    folder: one of
+        a run directory, of which `choose_checkpoint` chooses a checkpoint
+        a folder in the Hugging Face format
+        the name of a model of the hub (`hub.is_on_hub`), which load_weights downloads
+    Raises UserError where it is none of these.
     """
     local = hub.folder_of(folder)
     config = read_json(local, "config.json")
@@ -59,9 +61,8 @@ def open_weights(folder):
 
 
 def choose_checkpoint(folder, local, checkpoints):
-    """The step of the checkpoint to read from a run, None for the newest sound one. If `folder` is RUN@STEP, it is that
-    step. If the run overfits, it is the checkpoint with the smallest held-out loss, and a line says so. Raises
-    UserError."""
+    """The step of the checkpoint of a run to load: STEP where `folder` is RUN@STEP; in a run that overfits, that of the
+    smallest held-out loss, which is printed; else None, which means the newest sound one. Raises UserError."""
     steps = resume.checkpoint_steps(local)
     if asked := hub.step_in(folder):
         if asked not in steps:
@@ -73,7 +74,7 @@ def choose_checkpoint(folder, local, checkpoints):
     losses = {step: checkpoints.val_loss(step) for step in steps}
     losses = {step: loss for step, loss in losses.items() if loss is not None}
     best = min(losses, key=losses.get, default=None)
-    if best is None or best == steps[0]:  # the rows of a run may be many
+    if best is None or best == steps[0]:  # without reading all rows of the run
         return None
     found = overfit(read_rows(local))
     if not found:
@@ -86,35 +87,36 @@ def choose_checkpoint(folder, local, checkpoints):
     return best
 
 
-HINTS = {  # nanoGPT's words for --init_from
+HINTS = {  # values that nanoGPT's --init_from has
     "resume": "; rerun the same command to resume a run",
     "scratch": "; without this flag a new run begins with random weights",
 }
 
 
 def hint(folder):
-    """Advice after the message that `folder` holds no model: what was probably meant, "" where nothing suggests it."""
+    """Advice that ends the message that `folder` holds no model: the model that was probably meant, or ""."""
     parent = os.path.dirname(os.path.abspath(folder))
-    beside, inside = (glob.glob(f"{glob.escape(at)}/*") for at in (parent, folder))
-    around = [parent, os.path.dirname(parent), *beside, *inside]
-    runs = [os.path.relpath(path) for path in around if os.path.isfile(f"{path}/config.json")]
+    beside = glob.glob(f"{glob.escape(parent)}/*")
+    inside = glob.glob(f"{glob.escape(folder)}/*")
+    nearby = [parent, os.path.dirname(parent), *beside, *inside]
+    runs = [os.path.relpath(path) for path in nearby if os.path.isfile(f"{path}/config.json")]
     other = f"; there is {runs[0]}" if runs else ""
     if not runs and re.fullmatch(r"[\w.-]+/[\w.-]+", folder):
         other = f"; a model of the Hugging Face hub is {hub.PREFIX}{folder}"
     return HINTS.get(folder) or nearest(os.path.relpath(folder), runs) or other
 
 
-def positions(folder, T):
-    """Length of the longest sequence that the model in `folder` was made for. T, its flag by `open_weights`, may be
-    less."""
+def max_positions(folder, T):
+    """Tokens of the longest sequence that the model in `folder` was made for. T, from `open_weights`, is the answer
+    where its config.json does not say."""
     config = read_json(hub.folder_of(folder), "config.json")
     most = config.get("max_position_embeddings") or config.get("positions")
     return most if isinstance(most, int) else T
 
 
-def ends(folder):
-    """Ids of the tokens that end a text of the model in `folder`, beside the end of text of its tokenizer: every
-    eos_token_id of its config.json, a run's too, and of its generation_config.json. Raises UserError."""
+def end_tokens(folder):
+    """Ids of the tokens that end a text, in addition to the end of text of the tokenizer: every eos_token_id in the
+    model's config.json, also that of a run, and in its generation_config.json. Raises UserError where one is no id."""
     local = hub.folder_of(folder)
     found = []
     for name in ("config.json", "generation_config.json"):
@@ -131,8 +133,12 @@ def ends(folder):
 
 
 def check_tokenizer(where, folder, shards, flag=""):
-    """Raises UserError where the ids of `shards`, as `listing.manifests` lists them, mean other tokens than the weights
-    in `folder` know; warns where that is not known. where: begins the message; flag: --tokenizer of the shards."""
+    """Raises UserError where shards were made with another tokenizer than that of the weights in `folder`, so that
+    their ids mean other tokens; warns where that is unknown.
+
+    where: the message begins with it. shards: as `listing.manifests` lists them. flag: the value of --tokenizer for the
+    shards.
+    """
     local = hub.folder_of(folder)
     encoding = tokenization.folder_tokenizer(local)
     unknown = []

@@ -199,7 +199,7 @@ def test_a_run_begins_with_imported_weights(deepseek, train, shards, xla_cache, 
     assert train((2, 2, 2), init_from=folder, **flags) == 0
     (row,) = map(json.loads, (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines())
     assert row["loss/val_cross_entropy_loss"] == pytest.approx(loss, rel=1e-5)
-    assert weights.ends(str(tmp_path / "runs/run")) == [256, 9, 7]
+    assert weights.end_tokens(str(tmp_path / "runs/run")) == [256, 9, 7]
     flags |= dict(name="imported", output_dir=tmp_path)
     refusal(lambda: train((2, 2, 2), **flags), "weights alone", "--init_from")
 
@@ -215,7 +215,7 @@ def test_a_longer_T_than_the_weights_know_gets_a_warning(deepseek, shards, tmp_p
     hf.import_folder(far, str(tmp_path / "far"))
     for model in (far, str(tmp_path / "far")):
         T = weights.open_weights(model)[0]["T"]
-        assert (T, weights.positions(model, T)) == (4096, 8192)
+        assert (T, weights.max_positions(model, T)) == (4096, 8192)
 
 
 def with_ends(folder, out, tokens):
@@ -267,7 +267,7 @@ def test_text_ends_at_every_eos_token_id(tmp_path):
 @pytest.mark.parametrize("wrong", ["2", 1.5, True, {}, [1, "2"]])
 def test_an_eos_token_id_that_is_none_gets_a_sentence(wrong, tmp_path):
     files.write_json(f"{tmp_path}/generation_config.json", dict(eos_token_id=wrong))
-    refusal(lambda: weights.ends(str(tmp_path)), "generation_config.json: eos_token_id is")
+    refusal(lambda: weights.end_tokens(str(tmp_path)), "generation_config.json: eos_token_id is")
 
 
 @pytest.fixture(scope="module")

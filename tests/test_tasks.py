@@ -205,7 +205,7 @@ def test_a_task_draws_with_the_defaults_of_transformers(named_tokenizers):
         (dict(do_sample=True, temperature=None, top_k=None, top_p=1.0), 1.0, 50),
         (dict(temperature=0.3, top_k=5), 0.3, 5),
     ]:
-        options, _ = tasks.draws(wanted, tokenization.load_tokenizer("gpt2"))
+        options, _ = tasks.sampling_settings(wanted, tokenization.load_tokenizer("gpt2"))
         assert (options.temperature, options.top_k) == (temperature, top_k)
 
 
@@ -230,7 +230,7 @@ def test_a_run_that_asks_is_the_same_run(train, tmp_path, tasks_folder, text_sha
         found[row["step"]] = {name: row[name] for name in names & row.keys()}
     assert [step for step, scores in found.items() if scores] == [2, 3]
     same = dict(tasks=("local_choices,local_written",), limit=flags["eval_tasks_limit"])
-    assert found[3] == tasks.numbers(asked(runs / "asking", tasks_folder, **same)["tasks"])
+    assert found[3] == tasks.metrics_of(asked(runs / "asking", tasks_folder, **same)["tasks"])
 
 
 def test_two_processes_are_asked_together(tasks_folder, text_shards, run_flags, tmp_path):

@@ -118,7 +118,7 @@ def open_model(options, text):
     if encoding is None and text:
         raise UserError(f"{folder}: has no tokenizer; put its tokenizer.json there.")
     warn_of_more_tokens(encoding, flags["vocab_size"], folder)
-    most = weights.positions(options.model, flags["T"])
+    most = weights.max_positions(options.model, flags["T"])
     if options.T > most:
         said = f"--T {options.T}: {options.model} was made for {most} tokens"
         warn_or_refuse(flags["architecture"], said)

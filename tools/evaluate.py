@@ -37,7 +37,7 @@ from data.encoding import count_lost, encode_text
 from data.sources.formats import find, open_source
 from data.sources.text import read_text
 from inference import weights
-from inference.scores import Piece, make_scorer, mean
+from inference.scores import Piece, make_scorer, weighted_mean
 from shards import manifest
 from shards.corpus import Corpus
 from shards.storage import list_shards
@@ -87,7 +87,7 @@ def text_pieces(documents, encoding, m, T, stride, limit, sizes):
             left -= 1
 
 
-def counted(documents, encoding, counts):
+def count_losses(documents, encoding, counts):
     """The documents, of each of which `count_lost` is added to `counts`."""
     for text in documents:
         counts.update(count_lost(text, encoding))
@@ -109,7 +109,7 @@ def evaluate(options, path, cfg, encoding, score):
         total = min(corpus.n_sequences, limit)
         sequences = (Piece(corpus.sequences([i], seed=0)[0], 0, i) for i in range(total))
     elif encoding:
-        documents = counted(texts(path, options.text_column), encoding, counts)
+        documents = count_losses(texts(path, options.text_column), encoding, counts)
         sequences = text_pieces(documents, encoding, cfg.model, T, stride, limit, sizes)
     else:
         raise UserError(
@@ -122,7 +122,7 @@ def evaluate(options, path, cfg, encoding, score):
         raise UserError("there is no text in it", flag="data", value=path)
     unit, sums, tokens, _ = map(np.array, zip(*scored))
     sums, tokens = np.bincount(unit, sums), np.bincount(unit, tokens)  # of each cluster
-    loss, error = mean(sums, tokens)
+    loss, error = weighted_mean(sums, tokens)
     perplexity = math.exp(loss)
     bits = bits_error = None
     if manifest.is_lossy(counts):
@@ -132,7 +132,7 @@ def evaluate(options, path, cfg, encoding, score):
         )
     elif not corpus or corpus.bytes_per_token:
         n_bytes = tokens * corpus.bytes_per_token if corpus else np.array(sizes)
-        bits, bits_error = mean(sums / math.log(2), n_bytes)
+        bits, bits_error = weighted_mean(sums / math.log(2), n_bytes)
     return dict(
         data=shown,
         sequences=len(unit),
@@ -182,10 +182,10 @@ def main(options):
         from inference import tasks  # here: it takes lm_eval seconds to be imported
 
         T = options.T or cfg.model.T
-        ends = weights.ends(options.model)
+        ends = weights.end_tokens(options.model)
         lm = tasks.TaskModel(cfg, mesh, encoding, options.batch_size, T, options.start, ends)
         loaded = tasks.load_tasks(options.tasks, options.include_path, lm, options.num_fewshot)
-        found = tasks.ask(lm, params, loaded, options.limit, bootstrap=1000)
+        found = tasks.evaluate_tasks(lm, params, loaded, options.limit, bootstrap=1000)
         found["config"] = dict(model=options.model, T=T, limit=options.limit, start=options.start)
         found["packages"] = {name: version(name) for name in ("lm_eval", "datasets", "jax")}
         tables += [tasks.make_table(found, kind) for kind in ("results", "groups") if kind in found]

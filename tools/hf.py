@@ -68,8 +68,8 @@ def import_folder(folder, run_dir):
     params = pretrained.load_params(folder, abstract_params(cfg, make_mesh(cfg)))
     output_dir, name = os.path.split(os.path.abspath(run_dir))
     config = utils.flatten(cfg) | dict(name=name, output_dir=output_dir, encoding="")
-    config["positions"] = weights.positions(folder, flags["T"])
-    config["eos_token_id"] = weights.ends(folder)
+    config["positions"] = weights.max_positions(folder, flags["T"])
+    config["eos_token_id"] = weights.end_tokens(folder)
     with appearing(run_dir) as part:
         tokenizer = f"{folder}/tokenizer.json"
         if os.path.isfile(tokenizer):
@@ -111,7 +111,7 @@ def export(run_dir, folder, dtype="float32", title=""):
             write_json(f"{part}/training.json", shareable(stored))
         # without max_length transformers adds 256 tokens, too many for a small GPT-2
         how = ends | dict(pad_token_id=ends["eos_token_id"], max_length=int(cfg.model.T))
-        others = set(weights.ends(run_dir)) - {ends["eos_token_id"]}
+        others = set(weights.end_tokens(run_dir)) - {ends["eos_token_id"]}
         if others:
             how["eos_token_id"] = [ends["eos_token_id"], *sorted(others)]
         write_json(f"{part}/generation_config.json", how)
@@ -166,7 +166,7 @@ def export_tokenizer(folder, run_dir, m):
     if encoding is None:
         say(f"warning: {run_dir} has no tokenizer, so what is exported has none")
         begin = m.end_of_text if m.end_of_text >= 0 else None  # transformers takes no id of its own
-        end = next(iter(weights.ends(run_dir)), begin)
+        end = next(iter(weights.end_tokens(run_dir)), begin)
     else:
         begin = end = encoding.eot_token
     if isinstance(encoding, tokenization.HubTokenizer):

@@ -42,7 +42,7 @@ MULTIPLE = 64  # to which prompts are padded, so that programs compiled for one 
 
 class Row:
     """One sequence as its tokens arrive. prompt: token ids, the first `hidden` not shown; head: text shown before;
-    ends: of `weights.ends`."""
+    ends: of `weights.end_tokens`."""
 
     def __init__(self, encoding, prompt, options, hidden=1, head="", ends=()):
         self.encoding, self.prompt, self.options = encoding, prompt, options
