@@ -101,9 +101,8 @@ class Output:
 
     def check_settings(self, held, name, but=None):
         """Raises UserError where shards were made with settings other than these. but: a setting that may differ."""
-        end = manifest.end_of_text(
-            held
-        )  # None in manifests of earlier versions, which do not name it
+        # not every manifest names the end of text: then it is not compared
+        end = manifest.end_of_text(held)
         held = held | {"end_of_text": self.settings["end_of_text"] if end is None else end}
         differ = [k for k, v in self.settings.items() if k != but and held.get(k) != v]
         words = [f"{k} was {held.get(k)} and is now {self.settings[k]}" for k in differ]

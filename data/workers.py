@@ -51,7 +51,8 @@ def processes(workers, encode):
         context = get_context("spawn")
         own.pipe, its_end = context.Pipe()
         pipes.append(own.pipe)
-        resource_tracker.ensure_running()  # now, since its first start unblocks the signals that are blocked below
+        # now, since its first start unblocks the signals that are blocked below
+        resource_tracker.ensure_running()
         with interrupts.ending:  # a signal in the middle would leave a process half started
             # A terminal sends Ctrl-C to all processes. Workers inherit this mask and ignore it: the main process ends
             # them.
@@ -71,9 +72,8 @@ def processes(workers, encode):
     try:
         yield functools.partial(threads.submit, encode_there), Future.result
     except (EOFError, ConnectionError):
-        time.sleep(
-            0.5
-        )  # a signal that ended all processes ends this one too, with a message of its own
+        # a signal that ended all processes ends this one too, meanwhile, with a message of its own
+        time.sleep(0.5)
         raise UserError(
             "one was killed, as when memory is short; try fewer", flag="workers", value=workers
         ) from None

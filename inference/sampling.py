@@ -38,9 +38,8 @@ def make_sampler(cfg, mesh, encoding, ends=()):
     ends = {encoding.eot_token, *ends}
     s = cfg.sample
     dp = cfg.run.n_device_axis[0]
-    n_rows = (
-        math.ceil(s.inference_batch / dp) * dp
-    )  # a multiple of dp, over which the rows are split
+    # a multiple of dp, over which the rows are split
+    n_rows = math.ceil(s.inference_batch / dp) * dp
     ids, lengths = decoding.pad([prompt] * n_rows, len(prompt))
     whole = len(prompt) + s.max_tokens
     prefill, advance = decoding.make_stream(in_order, mesh, s, whole, s.max_tokens)

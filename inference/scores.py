@@ -17,9 +17,8 @@ from kernels.attention import ATTENTION
 class Piece(NamedTuple):
     """A sequence to score."""
 
-    ids: (
-        np.ndarray
-    )  # int [n + 1]: each token but the first is a target, predicted from those before it
+    # int [n + 1]: each token but the first is a target, predicted from those before it
+    ids: np.ndarray
     first: int  # number of targets at the beginning that are only context and do not count
     unit: int  # number of the cluster, such as the document, that the sequence belongs to
 

@@ -41,19 +41,13 @@ except ImportError as e:
 
 MAX_TOKENS = 256  # tokens to generate where a task does not say how many, as in lm_eval
 TOP_K = 50  # for a task that samples and does not set it: transformers' default
-SETTINGS = {
-    "until",
-    "max_gen_toks",
-    "do_sample",
-    "temperature",
-    "top_k",
-}  # the settings of generation known here
+# the settings of generation that are supported
+SETTINGS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k"}
 SEED = 1234  # of the choice of examples in prompts: lm_eval's default
 
 progress = functools.partial(tqdm, leave=False, disable=not sys.stderr.isatty())
-lm_eval.api.task.tqdm = (
-    progress  # lm_eval's own bar would remain on the screen, and appear in log files
-)
+# lm_eval's own progress bar would stay on the screen, and would be written into files too
+lm_eval.api.task.tqdm = progress
 for library in ("lm_eval", "huggingface_hub"):
     logging.getLogger(library).setLevel(logging.ERROR)
 
@@ -121,9 +115,8 @@ class TaskModel(TemplateLM):
             for context, continuation in self.windows(*pair):
                 ids = np.array([*context, *continuation])[-self.T - 1 :]
                 found.append(Piece(ids, len(ids) - 1 - len(continuation), unit))
-        found.sort(
-            key=lambda piece: -len(piece.ids)
-        )  # similar lengths share a batch, the longest first
+        # similar lengths share a batch, the longest first
+        found.sort(key=lambda piece: -len(piece.ids))
         likelihoods = [0.0] * len(pairs)
         greedy = [True] * len(pairs)
         for s in progress(self.score(self.params, found), "likelihoods", len(found)):
@@ -224,9 +217,8 @@ def load_tasks(words, folders, lm, num_fewshot=None):
     loaded = {"tasks": {}, "groups": {}}
     manager = TaskManager(include_path=list(folders), include_defaults=False)
     if not all(manager.match_tasks([name]) for name in names):
-        manager = TaskManager(
-            include_path=list(folders)
-        )  # indexing lm_eval's own tasks takes seconds
+        # with lm_eval's own tasks, which take seconds to index
+        manager = TaskManager(include_path=list(folders))
     for name in names:
         try:
             found = load_task(manager, name, lm, num_fewshot)
@@ -234,9 +226,8 @@ def load_tasks(words, folders, lm, num_fewshot=None):
             loaded["groups"] |= found.get("groups", {})
         except UserError as e:
             raise UserError(e.said, flag="tasks", value=name) from None
-        except (
-            Exception
-        ) as e:  # errors of lm_eval, of datasets and of the code in task files have no common class
+        # errors of lm_eval, of datasets and of the code in task files have no common class
+        except Exception as e:
             said = f"{type(e).__name__}: {first_line(e)}"
             raise UserError(
                 f"cannot be loaded ({said}); check its file, and that its data can be reached",

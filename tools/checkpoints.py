@@ -1,8 +1,8 @@
-"""The checkpoints of a run: each is read, and compared with what was saved.
+"""List and verify the checkpoints of a run: each is read, and compared with the fingerprint of what was saved.
 
 python tools/checkpoints.py runs/tiny
 
-It needs no accelerator, and may look at a run that is in progress. To delete a checkpoint, remove its folder.
+It needs no accelerator, and may be used while the run trains. To delete a checkpoint, remove its folder.
 """
 
 if not __package__:
@@ -33,7 +33,8 @@ class Options:
 
 
 def verdict(checkpoints, step):
-    """(whether a checkpoint is sound, words about it). Its state is read as numpy arrays, all of it into memory."""
+    """Verify a checkpoint: (whether it is sound, a description). Its whole state is read into memory, as numpy
+    arrays."""
     try:
         with ocp.PyTreeCheckpointer() as reader:
             folder = checkpoints.folder / str(step) / "state"
@@ -41,9 +42,9 @@ def verdict(checkpoints, step):
             arrays = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
             state = reader.restore(folder, args=ocp.args.PyTreeRestore(restore_args=arrays))
         meta = checkpoints.meta(step)
-    except Exception as e:  # whatever a damaged file makes the libraries raise
+    except Exception as e:  # a damaged file may make the libraries raise any error
         return False, f"damaged: {first_line(e)}"
-    # in any order: the leaves of a state come out of a file in another one
+    # sorted, since Orbax returns the leaves of a state in another order than they were saved in
     if sorted(checkpointing.fingerprint(state).tolist()) != sorted(meta["fingerprint"]):
         return False, "damaged: its contents are not those that were saved"
     words = f"sound, after {meta['sequences']:,} sequences"
@@ -53,7 +54,7 @@ def verdict(checkpoints, step):
 
 
 def main(options):
-    """Print a line for each checkpoint. Raises UserError where there are none, or where one is damaged."""
+    """Print a line about each checkpoint. Raises UserError where there is none, or where one is damaged."""
     quiet_libraries()
     checkpoints = checkpointing.Checkpoints(os.path.join(options.run_dir, "checkpoints"))
     found = sorted(checkpoints.steps())

@@ -1,4 +1,4 @@
-"""What the programs here share: their flags, opening a model, text of tokens."""
+"""What the programs in tools/ share: flags, opening a model, tables."""
 
 import contextlib
 import sys
@@ -18,24 +18,24 @@ from shards import tokenization
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Flags of every such program; those of utils.py that have the same name mean the same."""
+    """Flags of every program that opens a model. Those that have the name of a flag in utils.py mean the same."""
 
     model: str = argument()
-    """A run directory, local or gs:// or s3://, whose newest sound checkpoint is taken, of a run that overfits the
-    best, and with @STEP behind it that of the step; a local folder in the Hugging Face format, or a model of its hub,
-    hf://ORGANISATION/NAME, with @REVISION behind it."""
+    """A run directory, local or gs:// or s3://; a local folder in the Hugging Face format; or a model of its hub,
+    hf://ORGANISATION/NAME or hf://ORGANISATION/NAME@REVISION. Of a run the newest sound checkpoint is used, or the best
+    one where the run overfits; RUN@STEP names that of a step."""
     n_device_axis: Mesh = utils.Run.n_device_axis
     """Mesh shape: dp pp tp, as for main.py; it need not be the one that the model was trained on."""
     n_devices: int = utils.Run.n_devices
     """Devices to use, as for main.py; 0: all that are present."""
     T: int = 0
-    """Tokens of a sequence: of a window of text, or of a prompt with its continuation. 0: as many as the model was
-    trained with or, for one that was imported, was made for. Rotary models take more, GPT-2 has no positions then."""
+    """Tokens of a sequence: of a window of text, or of a prompt with its continuation. 0: the length that the model was
+    trained with or, if it was imported, was made for. Rotary models accept more; GPT-2 has no positions beyond."""
     model_dtype: Literal["bfloat16", "float32"] | None = None
-    """Type of activations and matrices; None: the one that the model was trained in."""
+    """Type of activations and matrices; None: the one in which the model was trained."""
     start: Literal["auto", "end_of_text", "nothing"] = "auto"
-    """What precedes a prompt, or a question of --tasks with a context: the end-of-text token, or nothing. auto: what a
-    tokenizer.json puts there; before the prompts of models trained here the end-of-text token."""
+    """What precedes a prompt, or a question of --tasks that has a context: the end-of-text token, or nothing. auto:
+    what the model's tokenizer.json puts there; for a model trained here, the end-of-text token before prompts."""
     compilation_cache: str = utils.Run.compilation_cache
     """Folder of XLA's persistent compilation cache; empty: none."""
 
@@ -45,14 +45,14 @@ class Sample(Options, utils.Sample):
     """Continue prompts with a trained model."""
 
     prompt: tuple[str, ...] = ()
-    """Texts to continue; without one, each line that is typed."""
+    """Texts to continue; without one, every line that is typed."""
     inference_batch: int = flag(1, least=1)
     """Samples to draw of each prompt."""
     max_tokens: int | None = flag(None, least=1)
     """Tokens to add to a prompt. None: 64, or as many as fit in the sequence."""
     stop: tuple[str, ...] = ()
-    """Strings before which a row ends; the end-of-text token always ends it, and each eos_token_id of a model in the
-    Hugging Face format."""
+    """Strings that end a sample, which stops before them. The end-of-text token always ends it, and so does each
+    eos_token_id of a model in the Hugging Face format."""
     seed: int = utils.Run.seed
     """Seed of the draws."""
 
@@ -62,18 +62,19 @@ class Evaluate(Options):
     """Measure a trained model on shards, text and the tasks of lm_eval."""
 
     data: tuple[str, ...] = flag((), nonempty=True)
-    """Each a folder of shards, or one with such a folder val in it; or text or records, as --source of
-    data/tokenize_shards.py names them. Addresses too, but for folders of text."""
+    """What to measure on. Each is a folder of shards, or a folder with such a folder val in it; or text or records,
+    named as --source of data/tokenize_shards.py. Addresses in buckets too, except for folders of text."""
     tasks: tuple[str, ...] = ()
     """Tasks, groups, tags or patterns of lm_eval, with commas or spaces between them, such as hellaswag,arc_easy."""
     include_path: tuple[str, ...] = ()
-    """Folders of task files (.yaml) of your own."""
+    """Folders with task files (.yaml) of your own."""
     num_fewshot: int | None = None
-    """Solved examples before a question of --tasks. None: as many as the task's file says."""
+    """Solved examples before a question of --tasks. None: the number in the task's file."""
     limit: int = 0
-    """Sequences of T tokens, or questions, to take of each; 0: all."""
+    """Maximum number of sequences of each --data, and of questions of each task; 0: all."""
     stride: int = 0
-    """Tokens of text from the beginning of one sequence to the next; those before are context. 0: T, no overlap."""
+    """Tokens from the beginning of one sequence of a text to that of the next; the overlap is context, and is not
+    scored again. 0: T, no overlap."""
     batch_size: int = flag(8, least=1)
     """Sequences of a batch per device of dp and stage of pp."""
     text_column: str = "text"
@@ -81,27 +82,30 @@ class Evaluate(Options):
     json: bool = False
     """Print one JSON object instead of tables."""
     output: str = ""
-    """File for that object."""
+    """File to write that object to."""
 
 
-def read_options(kind, program, of_word=lambda word: ""):
-    """`Options` of the program that is run. Call it before jax is imported. of_word: of `config/foreign.py: hints`."""
-    options = one_sentence(lambda: read_flags(kind, sys.argv[1:], program, of_word))
+def read_options(schema, program, of_word=lambda word: ""):
+    """The options on the command line, of the dataclass `schema`. Call it before jax is imported, since it sets XLA's
+    flags. of_word: as in `config/foreign.py: hints`."""
+    options = one_sentence(lambda: read_flags(schema, sys.argv[1:], program, of_word))
     platforms.set_xla_flags(options.n_devices)
     return options
 
 
-def run_on_cpu(kind, program, main):
-    """Run main(options of the dataclass `kind`) of a program that needs no accelerator: these may belong to a run."""
+def run_on_cpu(schema, program, main):
+    """Run main(options of the dataclass `schema`) without the accelerator, which may be in use by a training run."""
     platforms.choose_cpu()
-    interrupts.run(lambda: main(read_flags(kind, sys.argv[1:], program)))
+    interrupts.run(lambda: main(read_flags(schema, sys.argv[1:], program)))
 
 
 def open_model(options, text):
-    """(Config, mesh, parameters, tokenizer) of `options.model` on the mesh of `options`, matrices in model_dtype. The
-    tokenizer is None where the model has none; UserError where `text` needs one. Warns where --T is more than the model
-    was made for, or refuses it."""
-    import jax  # here: XLA's flags must be in the environment before
+    """Open `options.model` on the mesh of `options`: (Config, mesh, parameters, tokenizer), matrices in model_dtype.
+
+    The tokenizer is None where the model has none. text: whether one is needed. Warns where --T is more than the model
+    was made for. Raises UserError where a tokenizer is needed and missing, or where the model cannot have that T.
+    """
+    import jax  # here, since XLA's flags must be in the environment first
 
     import model
     from architectures import parameters
@@ -131,7 +135,7 @@ def open_model(options, text):
         if not p.cast or w.dtype == cfg.model.model_dtype:
             return w
         converted = w.astype(cfg.model.model_dtype)
-        w.delete()  # one leaf at a time is held in both types
+        w.delete()  # so that at most one leaf is in memory in both types
         return converted
 
     stored = load(abstract_params(cfg, mesh))
@@ -141,7 +145,7 @@ def open_model(options, text):
 
 @contextlib.contextmanager
 def memory_explained(advice):
-    """Raises UserError, which ends with `advice`, where the devices lack memory for what is done in here."""
+    """Raise a UserError that ends with `advice` where the devices run out of memory inside this context."""
     import jax
 
     try:
@@ -153,30 +157,32 @@ def memory_explained(advice):
 
 
 def warn_of_more_tokens(encoding, vocab_size, folder):
-    """Warn where the tokenizer in a folder, if there is one, has more tokens than the model."""
+    """Warn where the tokenizer of a model in `folder` has more tokens than the model. encoding: None: it has none."""
     if encoding and encoding.n_vocab > vocab_size:
         warn(
-            f"{folder}: its tokenizer has {encoding.n_vocab} tokens, and the model {vocab_size}; text that has one of "
-            f"those beyond is refused"
+            f"{folder}: its tokenizer has {encoding.n_vocab} tokens, and the model {vocab_size}; text with a token "
+            f"beyond those is refused"
         )
 
 
 def warn_or_refuse(name, said):
-    """Warn that the positions of an architecture are exceeded. Raises UserError where it learns them."""
+    """Warn that a sequence exceeds the positions that a model was made for. Raises UserError where the architecture
+    learns its positions and has no others."""
     if architecture(name).learns_positions:
         raise UserError(f"{said}; give fewer.")
     warn(said)
 
 
 def config_of(options, flags):
-    """The Config, not validated yet, for a model of these flags on the mesh of `options`."""
-    batch = max(1, options.n_device_axis[1])  # any batch that fits the mesh does
+    """The Config, not validated yet, of a model with these flags on the mesh of `options`."""
+    # no training follows: any batch that fits the mesh will do
+    batch = max(1, options.n_device_axis[1])
     flags = flags | dict(
         n_device_axis=options.n_device_axis,
         n_devices=options.n_devices,
         compilation_cache=options.compilation_cache,
-        pp_interleave=1,  # decoding goes round once
-        attention="auto",  # perhaps on another platform than training
+        pp_interleave=1,  # in decoding, a token passes the stages once
+        attention="auto",  # the platform may be another than in training
         experts="auto",
         microbatches=batch,
         train_batch_size=batch,
@@ -188,20 +194,20 @@ def config_of(options, flags):
 
 
 def stored_config(flags):
-    """The Config of {flag: value} as config.json has it; flags that it lacks have their defaults."""
+    """The Config of the {flag: value} in a config.json. Flags that it lacks have their defaults."""
     flags = {name: flags[name] for name in flags.keys() & utils.FIELDS}
     flags["n_device_axis"] = tuple(flags["n_device_axis"])
     return utils.replace(utils.Config(), **flags)
 
 
 def cell(value, error, form):
-    """A number, and its standard error if there is one, as text."""
+    """A number as text, with its standard error unless that is None."""
     text = f"{value:{form}}"
     return text if error is None else f"{text} ± {error:{form.lstrip('+')}}"
 
 
 def markdown(rows):
-    """A Markdown table of rows {heading: text}, its columns aligned, the first one of names."""
+    """A Markdown table of rows {heading: text} with aligned columns, the first one to the left."""
     lines = [list(rows[0]), *(list(row.values()) for row in rows)]
     first, *others = [max(map(len, column)) for column in zip(*lines)]
     lines.insert(1, ["-" * first, *(":".rjust(width, "-") for width in others)])
@@ -213,8 +219,8 @@ def markdown(rows):
 
 
 def before_prompt(options, encoding):
-    """Token ids that `options.start` puts before every prompt."""
-    from hf import hub  # here: it imports jax
+    """The token ids that `options.start` puts before every prompt."""
+    from hf import hub  # here, since it imports jax
 
     if options.start == "nothing":
         return []

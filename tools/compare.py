@@ -1,9 +1,9 @@
-"""The losses of runs in a table and a picture, beside those of the first.
+"""Compare the losses of runs with those of the first, in a table and a picture.
 
 python tools/compare.py runs/tiny runs/gpt2-tiny --output compare.png
 python tools/compare.py runs/base-seed* runs/high-seed*
 
-Runs whose names differ in their end -seedN alone are one line: their mean and its standard error.
+Runs whose names differ only in an ending -seedN share a line, which has their mean and its standard error.
 """
 
 if not __package__:
@@ -34,27 +34,28 @@ from training.sizes import tokens_per_step
 
 
 class Curve(NamedTuple):
-    """The e evaluations of a run."""
+    """The evaluations of a run; there are e of them."""
 
     folder: str
     cfg: utils.Config
-    text: tuple  # what the evaluated text depends on
-    tokens: np.ndarray  # [e] that were trained on until then
+    text: tuple  # everything on which the evaluated text depends
+    tokens: np.ndarray  # [e] tokens trained on before each evaluation
     loss: np.ndarray  # [e] cross-entropy, nats per token
-    speed: float  # tokens per second; a median over the steps, so that a busy spell hardly counts
+    # tokens per second: the median over steps, which ignores slow spells of the machine
+    speed: float
 
     def tokens_to(self, loss):
-        """Tokens until the loss first was at most `loss`, on straight lines between evaluations; nan: never."""
+        """Tokens until the loss was first at most `loss`, interpolated linearly between evaluations; nan: never."""
         reached = np.flatnonzero(self.loss <= loss)
         if not len(reached):
             return math.nan
-        around = slice(max(0, reached[0] - 1), reached[0] + 1)
-        # np.interp wants rising abscissae, and the loss falls
-        return float(np.interp(-loss, -self.loss[around], self.tokens[around]))
+        ends = slice(max(0, reached[0] - 1), reached[0] + 1)  # of the line on which it is reached
+        # negative, since the loss falls and np.interp requires rising abscissae
+        return float(np.interp(-loss, -self.loss[ends], self.tokens[ends]))
 
 
 def read_curve(folder):
-    """The Curve of the run in a folder. Raises UserError where there is none."""
+    """The `Curve` of the run in a folder. Raises UserError where there is no run or no evaluation."""
     config = read_json(folder, "config.json")
     if "n_device_axis" not in config:
         raise UserError(f"{folder}: is no run directory, which holds a config.json of main.py.")
@@ -77,13 +78,13 @@ def read_curve(folder):
 
 
 def mean_and_error(values):
-    """The mean over seeds [seed, ...], and its standard error, 0 for a single seed."""
+    """(mean, its standard error) over the first dim of values [seed, ...]; the error of a single seed is 0."""
     n = len(values)
     return np.mean(values, 0), np.std(values, 0, ddof=min(1, n - 1)) / math.sqrt(n)
 
 
 def cell(values, form):
-    """`mean_and_error` as text; "-" where there is none."""
+    """`mean_and_error` of a list as text; "-" where it is empty or has a nan."""
     if not values or math.isnan(sum(values)):
         return "-"
     mean, error = mean_and_error(values)
@@ -91,7 +92,8 @@ def cell(values, form):
 
 
 def table(groups, marks, target):
-    """A Markdown table of groups of runs, {name: {seed: Curve}}, beside the first group. marks, target: the flags."""
+    """A Markdown table that compares groups of runs, {name: {seed: Curve}}, with the first. marks, target: the
+    flags."""
     first_name, first = next(iter(groups.items()))
     if not marks:
         tokens = next(iter(first.values())).tokens
@@ -109,7 +111,9 @@ def table(groups, marks, target):
             losses = [np.interp(mark, run.tokens, run.loss, math.nan, math.nan) for run in curves]
             row[f"loss at {short(mark)}"] = cell(losses, ".4f")
         row["final loss"] = cell([run.loss[-1] for run in curves], ".4f")
-        differences, to_target, shares = [], [], []
+        differences = []
+        to_target = []
+        shares = []
         for seed in sorted(runs.keys() & first.keys()):
             run, other = runs[seed], first[seed]
             loss = other.loss[-1] if target is None else target
@@ -126,9 +130,9 @@ def table(groups, marks, target):
     return common.markdown(rows)
 
 
-def picture(groups, kind):
-    """Bytes of a picture of groups of runs: the mean over seeds with a band of its standard error."""
-    # without pyplot: no display is needed
+def picture(groups, file_format):
+    """Bytes of a picture of groups of runs: the mean over seeds, in a band of its standard error."""
+    # without pyplot, which may look for a display
     figure = Figure(figsize=(7, 4.5), dpi=120, layout="constrained")
     axes = figure.subplots()
     for i, (name, runs) in enumerate(groups.items()):
@@ -143,13 +147,16 @@ def picture(groups, kind):
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     image = io.BytesIO()
-    figure.savefig(image, format=kind)
+    figure.savefig(image, format=file_format)
     return image.getvalue()
 
 
 def read_groups(folders):
-    """{name: {seed: Curve}} of run directories: those of NAME-seedN under NAME, any other by itself. Raises UserError
-    where runs of a group differ in more than their seed; warns of other lengths and of other texts."""
+    """Read run directories and group them: {name: {seed: Curve}}.
+
+    All NAME-seedN are one group NAME; any other run is a group by itself. Raises UserError where runs of a group differ
+    in more than their seed. Warns where they differ in length, or where runs were evaluated on different texts.
+    """
     names = [os.path.basename(folder.rstrip("/")) for folder in folders]
     if len(set(names)) < len(names):
         names = folders
@@ -176,13 +183,13 @@ class Options:
     """Compare the losses of runs."""
 
     runs: tuple[str, ...] = argument()
-    """Run directories, or their gs:// or s3:// addresses, the one that the others are compared with first."""
+    """Run directories, or their gs:// or s3:// addresses. The others are compared with the first."""
     output: str = "compare.png"
     """Picture to write: .png, .svg or .pdf."""
     marks: tuple[float, ...] = ()
-    """Tokens after which the table has the loss; without it three evaluations of the first run."""
+    """Numbers of tokens at which the table shows the loss; without it, those of three evaluations of the first run."""
     target: float | None = None
-    """Loss to reach; without it the final one of the first run, seed by seed."""
+    """Loss to reach; without it, the final loss of the first run, seed by seed."""
 
 
 def main(options):

@@ -23,7 +23,7 @@ from config.resume import checkpoint_steps
 from data.encoding import encode_text
 from inference import decoding, scores
 from inference.scores import length_for
-from inference.weights import ends, positions
+from inference.weights import end_tokens, max_positions
 from kernels import loss
 from runtime.messages import UserError, first_line, warn
 from shards.tokenization import longest_token, text_of, whole_characters
@@ -284,8 +284,8 @@ class Batch:
         options = common.Options(model=folder, n_device_axis=(1, 1, 1), n_devices=1)
         self.cfg, self.mesh, self.params, self.encoding = common.open_model(options, text=True)
         self.before = common.before_prompt(options, self.encoding)
-        self.ends = ends(folder)
-        self.T = positions(folder, self.cfg.model.T)
+        self.ends = end_tokens(folder)
+        self.T = max_positions(folder, self.cfg.model.T)
         made = programs(self.cfg, self.mesh, self.T)
         self.prefill, self.advance, self.join, self.score = made
         unused = *decoding.pad([[0]] * n_rows, 1), settings(n_rows)

@@ -1,9 +1,10 @@
-"""Loss, perplexity and bits per byte of a model on shards or text, and its scores in the tasks of lm_eval.
+"""Measure a model: loss, perplexity and bits per byte on shards or text, and scores in the tasks of lm_eval.
 
 python tools/evaluate.py runs/tiny --data data/shards/stdlib README.md
 python tools/evaluate.py runs/tiny --tasks hellaswag,arc_easy
 
-Standard errors treat tokens as drawn in clusters: the sequences of shards, the documents of text.
+For standard errors, the tokens of one sequence of shards, or of one document of text, are a cluster: clusters are taken
+as independent, the tokens in them are not.
 """
 
 if not __package__:
@@ -44,7 +45,8 @@ from shards.storage import list_shards
 
 
 def open_shards(options, cfg, path):
-    """The Corpus that --data names, None where it names no shards. Raises UserError, also for another tokenizer's."""
+    """The `Corpus` of shards that --data names; None where it names no shards. Raises UserError, also where the shards
+    were made with another tokenizer than the model's."""
     folders = [path, f"{path}/val"]
     if not is_remote(path):
         folders = map(os.path.abspath, folders)
@@ -61,7 +63,7 @@ def open_shards(options, cfg, path):
 
 
 def texts(path, column):
-    """The documents of a text file, or of a folder or a glob of files or records. Raises UserError."""
+    """Yield the texts of the documents in a file, a folder or a glob. Raises UserError."""
     if not is_remote(path) and not os.path.exists(path) and not find(path)[-1]:
         raise UserError("there is no such file or folder", flag="data", value=path)
     for document in open_source(Source(source=path, text_column=column)).read({}):
@@ -69,15 +71,18 @@ def texts(path, column):
 
 
 def text_pieces(documents, encoding, m, T, stride, limit, sizes):
-    """At most `limit` windows of documents as `Piece`s, each target in one. Appends a document's bytes to `sizes`.
-    Raises UserError for a token that the model, of utils.Model m, does not know."""
+    """Yield windows of documents as `Piece`s, at most `limit` of them. Each token is a target in only one window.
+
+    Appends the bytes of each document, as far as they are scored, to `sizes`. m: a utils.Model. Raises UserError for a
+    token that the model's vocabulary lacks.
+    """
     left = limit
     for text in filter(None, documents):
         if not left:
             return
         ids = np.concatenate([[encoding.eot_token], encode_text(text, encoding)])
         tokenization.check_ids(encoding, ids, m.vocab_size, "--data: a document")
-        last = T + (left - 1) * stride  # target that may be scored
+        last = T + (left - 1) * stride  # index of the last target that `limit` allows
         if last < len(ids) - 1:
             ids = ids[: last + 1]
             text = tokenization.text_of(encoding, ids[1:].tolist())
@@ -88,23 +93,25 @@ def text_pieces(documents, encoding, m, T, stride, limit, sizes):
 
 
 def count_losses(documents, encoding, counts):
-    """The documents, of each of which `count_lost` is added to `counts`."""
+    """Yield the documents, and add the `count_lost` of each to `counts`."""
     for text in documents:
         counts.update(count_lost(text, encoding))
         yield text
 
 
 def evaluate(options, path, cfg, encoding, score):
-    """{"data", "sequences", "loss", ...: numbers} of one --data; "loss_error": standard error, None of one cluster."""
+    """Measure on one --data: a dict of "data", "sequences", "loss" and so on. "loss_error" is a standard error, or None
+    for a single cluster. Raises UserError."""
     T = options.T or cfg.model.T
     stride = options.stride or T
     if stride > T:
         raise UserError(f"must be at most --T, which is {T}", flag="stride", value=stride)
     limit = options.limit or sys.maxsize
-    sizes, counts = [], Counter()  # bytes of each document; what the tokenizer loses
+    sizes = []  # bytes of each document
+    counts = Counter()  # of characters that the tokenizer loses
     total = None
     corpus = open_shards(options, utils.replace(cfg, T=T), path)
-    if corpus:  # in the order of main.py's validation
+    if corpus:  # seed 0: the order of main.py's validation
         counts = corpus.manifest
         total = min(corpus.n_sequences, limit)
         sequences = (Piece(corpus.sequences([i], seed=0)[0], 0, i) for i in range(total))
@@ -121,7 +128,8 @@ def evaluate(options, path, cfg, encoding, score):
     if not scored:
         raise UserError("there is no text in it", flag="data", value=path)
     unit, sums, tokens, _ = map(np.array, zip(*scored))
-    sums, tokens = np.bincount(unit, sums), np.bincount(unit, tokens)  # of each cluster
+    sums = np.bincount(unit, sums)  # of each cluster
+    tokens = np.bincount(unit, tokens)
     loss, error = weighted_mean(sums, tokens)
     perplexity = math.exp(loss)
     bits = bits_error = None
@@ -148,7 +156,7 @@ def evaluate(options, path, cfg, encoding, score):
 
 
 def table(results):
-    """A table of what `evaluate` returned."""
+    """A Markdown table of results of `evaluate`."""
     rows = []
     for result in results:
         row = {key: f"{result[key]:,}" for key in ("sequences", "clusters", "tokens")}
@@ -161,7 +169,7 @@ def table(results):
 
 
 def main(options):
-    """Print and return the results, {"data": [dicts of `evaluate`], "tasks": those of lm_eval, if asked}."""
+    """Print and return the results: {"data": [result of `evaluate`], "tasks": lm_eval's results, with --tasks}."""
     if not options.data and not options.tasks:
         raise UserError("--data, --tasks: give at least one of them.")
     check_writable(options.output, "output")
@@ -172,14 +180,14 @@ def main(options):
         with common.memory_explained("give less --batch_size or --T"):
             data = [evaluate(options, path, cfg, encoding, score) for path in options.data]
     except UserError as e:
-        # the modules that read text know it by the flags of the programs that make shards
+        # the modules that read text word their errors for the programs that make shards, which have --source
         if e.flag == "source":
             e.remedy = ""
         raise e.renamed(source="--data") from None
     results = dict(data=data)
     tables = [table(data)] if data else []
     if options.tasks:
-        from inference import tasks  # here: it takes lm_eval seconds to be imported
+        from inference import tasks  # here, since it imports lm_eval, which takes seconds
 
         T = options.T or cfg.model.T
         ends = weights.end_tokens(options.model)

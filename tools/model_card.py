@@ -1,4 +1,4 @@
-"""README.md of an exported model: what its run wrote, and how to use it."""
+"""Write the README.md of an exported model: how to use it, and how it was trained."""
 
 import os
 
@@ -13,7 +13,8 @@ UNKNOWN = "These weights were imported; how they were trained is not known here.
 
 
 def model_card(run_dir, title, config, count):
-    """Markdown. title: what transformers finds the model by; config: its config.json; count: of its parameters."""
+    """The card in Markdown. title: the name by which transformers finds the model. config: its config.json. count: the
+    number of its parameters, in words."""
     flags = shareable(read_json(run_dir, "config.json"))
     rows = read_rows(run_dir)
     newest = max(resume.checkpoint_steps(run_dir), default=0)
@@ -44,13 +45,13 @@ print(generate({prompt!r}, max_new_tokens=64)[0]["generated_text"])
 
 
 def training(flags, rows):
-    """What config.json and the rows of metrics.jsonl say of a run, in Markdown."""
+    """How a run trained, in Markdown, from the flags of its config.json and the rows of its metrics.jsonl."""
     step = rows[-1]["step"]
     batch = tokens_per_step(common.stored_config(flags))
     planned = f"{flags['training_steps']:,} steps planned"
     facts = {
         "tokens": f"{step * batch:,} ({step:,} steps of {batch:,}; {planned})",
-        "data": f"`{flags['mix'] or flags['data']}`",  # their names alone
+        "data": f"`{flags['mix'] or flags['data']}`",  # the names, without their folders
         "mesh (dp, pp, tp)": f"{tuple(flags['n_device_axis'])}",
         "training loss": f"{rows[-1]['loss/train_cross_entropy_loss']:.4f} nats per token",
     }

@@ -35,7 +35,7 @@ import jax
 
 from data.encoding import encode_text
 from inference import decoding
-from inference.weights import ends, positions
+from inference.weights import end_tokens, max_positions
 
 MULTIPLE = 64  # to which prompts are padded, so that programs compiled for one fit others
 
@@ -109,7 +109,7 @@ def print_unseen(unfinished):
 def limit_of(options, cfg):
     """(tokens that a prompt and its continuation may have, whose limit that is, in words)."""
     of = "of --T" if options.T else f"that {options.model} was made for"
-    return options.T or positions(options.model, cfg.model.T), of
+    return options.T or max_positions(options.model, cfg.model.T), of
 
 
 def token_ids(text, encoding, options, cfg):
@@ -204,7 +204,7 @@ def continue_prompts(options, cfg, mesh, params, encoding, programs, chunk=decod
     longest = max(map(len, prompts))
     options = fit_max_tokens(options, cfg, longest)
     batch = [ids for ids in prompts for _ in range(options.inference_batch)]
-    further_ends = ends(options.model)
+    further_ends = end_tokens(options.model)
     rows = []
     for i, ids in enumerate(batch):
         head = f"--- {i}\n" if len(batch) > 1 else ""

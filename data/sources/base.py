@@ -20,13 +20,15 @@ shown = {}  # {category: its warnings that were printed}, for the source that is
 class Document(NamedTuple):
     """A document: either its `text`, or the file at `path` that holds it, which is not read yet."""
 
-    name: str  # path relative to the source, with forward slashes, or a number; it alone decides the order
+    # path relative to the source, with forward slashes, or a number; it alone decides the order
+    name: str
     path: str = ""  # "" where `text` holds the document
     size: int = 0  # bytes of the file, of its part or of the text
     text: str | None = None
     start: int | None = None  # offset in bytes of a document that is a part of a file
     is_known: bool = False  # known to be text, whatever its bytes look like
-    lost: str = ""  # for a record or file left out by --skip_damaged: which count of the manifest it belongs to
+    # for a record or file left out by --skip_damaged: which count of the manifest it belongs to
+    lost: str = ""
 
 
 def warn(category, words):

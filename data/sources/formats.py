@@ -201,9 +201,8 @@ def open_texts(args, root, contents):
     warn_of_left_out("file", garbled, ", not UTF-8 text; convert what is (iconv -t utf-8)")
     report_endings(args.source, texts)
     documents = documents_of(texts, root)
-    if (
-        len(contents) == 1
-    ):  # a single file that cannot be read is an error, raised before anything is written
+    if len(contents) == 1:
+        # a single file that cannot be read is an error, raised before anything is written
         read_text(documents[0])
     return Source(documents, [], args.skip_damaged)
 
