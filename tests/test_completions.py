@@ -300,7 +300,7 @@ def test_no_request_ends_the_engine(served, folder, monkeypatch, capsys):  # noq
         assert post(served, asked(1))[0] == 200
     engine = completions.Engine(2)
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "begin", mock.Mock(side_effect=Panic))
+        patch.setattr(engine, "start_answers", mock.Mock(side_effect=Panic))
         patch.setattr(engine, "fail", mock.Mock(side_effect=Panic))
         patch.setattr(threading, "excepthook", lambda _: None)
         engine.start()  # the first thread waits for ever

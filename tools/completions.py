@@ -1,5 +1,5 @@
-"""Completions in OpenAI's format, as `tools/page.py` serves them: what a request may ask, and the thread that answers
-all of them in one batch of the cached decoding."""
+"""Completions in OpenAI's format, as `tools/page.py` serves them: the parameters of a request, and the thread that
+answers all requests in one batch of the cached decoding."""
 
 import asyncio
 import contextlib
@@ -30,34 +30,35 @@ from shards.tokenization import longest_token, text_of, whole_characters
 from tools import common
 from tools.sample import Row
 
-MOST_WAITING = 1024  # continuations of a request, or requests
-LIKELIEST = 5  # alternatives to a token that are kept
+MOST_WAITING = 1024  # most choices of a request, and most requests that wait
+LIKELIEST = 5  # alternatives to a token that are kept, the most that a request may ask for
 Text = Annotated[str, Field(min_length=1)]
 Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
 Several = Annotated[list[str] | list[Ids], Field(min_length=1)]
-# of OpenAI's parameters, what changes nothing
+# parameters of OpenAI's that are not supported, with the value that changes nothing, which is accepted
 UNCHANGED = dict(logit_bias={}, suffix="", frequency_penalty=0, presence_penalty=0)
 
 
 class Refused(Exception):
-    """A request that is not answered: HTTP status, sentence, the parameter that it is about, OpenAI's code."""
+    """A request that is refused. status: of HTTP; message: a sentence; param: the parameter at fault; code:
+    OpenAI's."""
 
     def __init__(self, status, message, param=None, code=None):
         super().__init__(message)
         self.status = status
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        self.body = {"error": dict(message=message, type=kind, param=param, code=code)}
+        error_type = "invalid_request_error" if status < 500 else "server_error"
+        self.body = {"error": dict(message=message, type=error_type, param=param, code=code)}
 
 
 class StreamOptions(pydantic.BaseModel, extra="forbid", strict=True):
-    """What is streamed beside the choices."""
+    """What is streamed in addition to the choices."""
 
     include_usage: bool = False
-    include_obfuscation: bool = False  # nothing is added to hide the pieces' sizes
+    include_obfuscation: bool = False  # not supported: padding that hides the sizes of pieces
 
 
 class Parameters(pydantic.BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
-    """The body of a request."""
+    """The body of a request, as OpenAI documents it."""
 
     model: str
     prompt: str | Ids | Several
@@ -76,7 +77,7 @@ class Parameters(pydantic.BaseModel, extra="forbid", strict=True, allow_inf_nan=
 
 
 def read_parameters(body):
-    """`Parameters` of the bytes of a body, prompt and stop as lists. Raises `Refused`."""
+    """The `Parameters` in the bytes of a body, with prompt and stop as lists. Raises `Refused`."""
     try:
         given = json.loads(body)
         given = {name: value for name, value in given.items() if value is not None}
@@ -109,28 +110,32 @@ def read_parameters(body):
 
 
 class Answer:
-    """What the engine makes of a request: events that any thread passes on and the event loop takes."""
+    """The answer to a request: a queue of events, which the engine's thread puts in and the event loop takes out."""
 
     def __init__(self, asked, folder):
-        self.asked, self.folder = asked, folder  # of the run
-        self.n_prompt = self.n_drawn = 0  # tokens
-        self.left = False  # the client has gone
+        self.asked = asked  # the Parameters
+        self.folder = folder  # of the run
+        self.n_prompt = 0  # tokens
+        self.n_drawn = 0
+        self.disconnected = False  # whether the client has gone
         self.events = asyncio.Queue()
         self.loop = asyncio.get_running_loop()
 
-    def tell(self, event):
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody listens
+    def put_event(self, event):
+        """Queue an event, from any thread."""
+        with contextlib.suppress(RuntimeError):  # the event loop has ended, and nobody waits for it
             self.loop.call_soon_threadsafe(self.events.put_nowait, event)
 
     async def next(self):
-        """The next event. Raises `Refused`."""
+        """The next event. Raises it where it is `Refused`."""
         event = await self.events.get()
         if isinstance(event, Refused):
             raise event
         return event
 
     async def pieces(self):
-        """Choices of OpenAI's format: whole ones as they end, or with `stream` what is new of each as it comes."""
+        """Yield choices in OpenAI's format: each as a whole when it ends or, with `stream`, its new text as it is
+        drawn."""
         running = len(self.asked.prompt) * self.asked.n
         while running:
             piece = await self.next()
@@ -138,27 +143,32 @@ class Answer:
             yield piece
 
     def usage(self):
+        """The numbers of tokens, in OpenAI's format."""
         n, drawn = self.n_prompt, self.n_drawn
         return dict(prompt_tokens=n, completion_tokens=drawn, total_tokens=n + drawn)
 
 
 class Continuation:
-    """One choice of an answer: the row of its prompt, of which the request did not have the first `before` tokens."""
+    """One choice of an answer, and the row that draws it. The first `before` tokens of its prompt were added to that of
+    the request, and are not shown."""
 
     def __init__(self, answer, index, prompt, before, encoding, ends):
-        self.answer, self.index = answer, index
-        self.first = before if answer.asked.echo else len(prompt)  # token that is shown
+        self.answer = answer
+        self.index = index
+        # index of the first token that is shown
+        self.first = before if answer.asked.echo else len(prompt)
         self.row = Row(encoding, prompt, answer.asked, hidden=self.first, ends=ends)
-        # of each token from the first on: its log p, the likeliest tokens' log p, these tokens; None where nothing is
-        # before it
-        self.told = []
-        self.shown = self.first  # tokens whose probabilities were passed on, and those before
+        # For each token from `first` on: (its log p, log p of the likeliest tokens, these tokens), as `draw` returns
+        # them. None for the first token of a prompt, which nothing predicts.
+        self.likelihoods = []
+        # index of the first token whose probabilities were not passed on yet
+        self.shown = self.first
 
-    def add(self, tokens, told):
-        """Take further tokens, with what `draw` tells of them, and pass on what may be shown."""
+    def add(self, tokens, likelihoods):
+        """Add drawn tokens with their `likelihoods`, and pass on to the client what may be shown."""
         row = self.row
         row.add(tokens)
-        self.told += told
+        self.likelihoods += likelihoods
         if not (row.done or self.answer.asked.stream):
             return
         piece = dict(index=self.index, text=row.unseen, logprobs=None, finish_reason=None)
@@ -168,10 +178,10 @@ class Continuation:
         if row.done:
             piece["finish_reason"] = "stop" if row.stopped else "length"
             self.answer.n_drawn += len(row.tokens)
-        self.answer.tell(piece)
+        self.answer.put_event(piece)
 
     def logprobs(self):
-        """Those of the tokens whose text was shown since the last call."""
+        """Log probabilities, in OpenAI's format, of the tokens whose text was shown since the last call."""
         row = self.row
         tokens = [*row.prompt, *row.tokens, *row.ending]
         begin = len(text_of(row.encoding, tokens[: self.first]))
@@ -181,44 +191,48 @@ class Continuation:
         found = dict(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         for token in tokens[self.shown :]:
             after = text_of(row.encoding, tokens[: self.shown + 1])
-            offset = place_of_last(before, after)
+            offset = offset_of_last(before, after)
             if offset >= end and not whole:
                 break
-            told = self.told[self.shown - self.first]
+            likelihoods = self.likelihoods[self.shown - self.first]
             found["tokens"].append(text_of(row.encoding, [token]))
-            found["token_logprobs"].append(told and told[0])
-            found["top_logprobs"].append(told and self.alternatives(token, *told))
+            found["token_logprobs"].append(likelihoods and likelihoods[0])
+            found["top_logprobs"].append(likelihoods and self.alternatives(token, *likelihoods))
             found["text_offset"].append(max(0, offset - begin))
             self.shown += 1
             before = after
         return found
 
     def alternatives(self, token, own, likeliest, ids):
-        """{text: log p} of the likeliest tokens in the place of one, and of that itself."""
+        """{text: log p} of a token and of the likeliest tokens in its place."""
         logprobs = dict(zip(ids[: self.answer.asked.logprobs], likeliest)) | {token: own}
         found = {}
         for other, logprob in logprobs.items():
             text = text_of(self.row.encoding, [other])
-            if text in found:  # parts of a character look alike
+            if text in found:  # parts of characters all have the same text, U+FFFD
                 text += f" (token {other})"
             found[text] = logprob
         return found
 
 
-def place_of_last(before, after):
-    """The character at which the last token of a text begins, by the texts without and with it. One that is a part of a
-    character begins where that does."""
-    if not after.startswith(before):  # which ends in such a part
+def offset_of_last(before, after):
+    """Offset of the last token of a text in characters. before, after: the text without and with that token.
+
+    A token that is a part of a character has the offset of that character.
+    """
+    if not after.startswith(before):  # `before` ends in a part of a character
         before = before.rstrip("\ufffd")
     return max(0, min(len(before), len(after) - 1))
 
 
 def draw(logits, how, _):
-    """As `decoding.draw_next`, each row with settings of its own, so that no row depends on the others: ((token, its
-    log p, the log p of the likeliest tokens, these tokens), how to draw the next)."""
+    """As `decoding.draw_next`, but each row has settings of its own, so that no row depends on the others.
+
+    how: from `settings`. Returns ((token, its log p, log p of the likeliest tokens, these tokens), `how` for the next).
+    """
     hot = how["temperature"] > 0
     scaled = logits / jnp.where(hot, how["temperature"], 1.0)[:, None]
-    some = (how["top_p"] < 1).any()  # a nucleus takes time
+    some = (how["top_p"] < 1).any()  # the nucleus takes time to find: only where a row needs it
     scaled = lax.cond(some, keep_nucleus, lambda x, _: x, scaled, how["top_p"][:, None])
 
     def draw_row(scaled, hot, seed, count):
@@ -227,18 +241,19 @@ def draw(logits, how, _):
         return jnp.where(hot, drawn, jnp.argmax(scaled)).astype(jnp.int32)
 
     token = jax.vmap(draw_row)(scaled, hot, how["seed"], how["count"])
-    told = loss.beside_likeliest(logits, token, LIKELIEST)
-    return (token, *told), how | dict(count=how["count"] + 1)
+    likelihoods = loss.beside_likeliest(logits, token, LIKELIEST)
+    return (token, *likelihoods), how | dict(count=how["count"] + 1)
 
 
 def keep_nucleus(logits, top_p):
-    """The logits [B, V] with -inf for what is not in the nucleus of probability top_p [B, 1], where that is below 1."""
+    """The logits [B, V], with -inf for tokens outside the nucleus of probability top_p [B, 1]; unchanged where that is
+    1."""
     out = logits < decoding.smallest_of_nucleus(logits, top_p)
     return jnp.where(out & (top_p < 1), -jnp.inf, logits)
 
 
 def settings(rows, temperature=0.0, top_p=1.0, seed=0):
-    """What `draw` needs of that many rows alike."""
+    """The settings with which `draw` draws n rows, the same for all."""
     return dict(
         temperature=np.full(rows, temperature, np.float32),
         top_p=np.full(rows, top_p, np.float32),
@@ -247,8 +262,8 @@ def settings(rows, temperature=0.0, top_p=1.0, seed=0):
     )
 
 
-def said_of(error):
-    """An error of the engine in words, which are printed as a warning too."""
+def warn_of_error(error):
+    """Print an error of the engine as a warning. Returns its words."""
     words = f"{type(error).__name__}: {first_line(error)}"
     warn(f"completions: {words}")
     return words
@@ -256,9 +271,12 @@ def said_of(error):
 
 @functools.lru_cache(1)
 def programs(cfg, mesh, T):
-    """(prefill, advance) of `decoding.make_stream`, join(state, new, row) -> state with the state `new` of one row in
-    the place of number `row`, and `model.make_score` that tells of a prompt's tokens what `draw` tells of those that it
-    draws. A newer checkpoint of the same run takes the same ones."""
+    """The compiled functions of a `Batch`: (prefill, advance, join, score). Checkpoints of the same run share them.
+
+    prefill, advance: of `decoding.make_stream`. join(state, new, row): the state in which number `row` is replaced by
+    the one row of the state `new`. score: `model.make_score`, with the same numbers for the tokens of a prompt that
+    `draw` returns for those that it draws.
+    """
     specs = decoding.cache_specs(cfg)
     dims = 0, 0, {kind: list(spec).index("dp") for kind, spec in specs.items()}, 0
 
@@ -275,12 +293,15 @@ def programs(cfg, mesh, T):
 
 
 class Batch:
-    """The rows of a model that are continued at once. A row joins when another has ended. Programs have fixed shapes: a
-    prompt is read alone, padded to a length of `length_for`; all rows advance together, used or not. So an answer does
-    not depend on what else is asked."""
+    """The rows of a model that are decoded together. A new row joins as soon as another has ended.
+
+    Programs have fixed shapes: a prompt is read by itself, padded to a length of `length_for`, and all rows advance
+    together, used or not. So an answer does not depend on the other requests.
+    """
 
     def __init__(self, folder, step, n_rows):
-        self.folder, self.step = folder, step
+        self.folder = folder
+        self.step = step
         options = common.Options(model=folder, n_device_axis=(1, 1, 1), n_devices=1)
         self.cfg, self.mesh, self.params, self.encoding = common.open_model(options, text=True)
         self.before = common.before_prompt(options, self.encoding)
@@ -291,16 +312,17 @@ class Batch:
         unused = *decoding.pad([[0]] * n_rows, 1), settings(n_rows)
         shapes = jax.eval_shape(self.prefill, self.params, *unused)
         self.state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        self.rows = [None] * n_rows  # the Continuation of each that is used
+        self.rows = [None] * n_rows  # the Continuation in each row; None: the row is free
         self.waiting = deque()  # continuations without a row
 
     def busy(self):
+        """Whether any continuation is being drawn or waits for a row."""
         return bool(self.waiting or any(self.rows))
 
     def token_ids(self, prompt, max_tokens):
-        """A prompt as token ids. Raises `Refused`."""
+        """The token ids of a prompt. Raises `Refused`."""
         longest = longest_token(self.encoding) if isinstance(prompt, str) else 1
-        if len(prompt) > self.T * longest:  # asked first: tokenizing takes time, and a cache memory
+        if len(prompt) > self.T * longest:  # before it is tokenized, which takes time
             words = f"prompt has more than the {self.T} tokens that this model was made for."
             raise Refused(400, words, "prompt")
         if isinstance(prompt, str):
@@ -315,12 +337,12 @@ class Batch:
             raise Refused(400, words, "max_tokens")
         return prompt
 
-    def take(self, answer):
-        """Have the continuations of a request wait for rows. The first event of its answer is None."""
+    def enqueue(self, answer):
+        """Queue the continuations of a request until rows are free. The first event of its answer is None."""
         asked = answer.asked
         prompts = [self.token_ids(prompt, asked.max_tokens) for prompt in asked.prompt]
         answer.n_prompt = sum(map(len, prompts))
-        answer.tell(None)
+        answer.put_event(None)
         for n, (given, prompt) in enumerate(zip(asked.prompt, prompts)):
             before = len(self.before) if isinstance(given, str) else 0
             for index in range(n * asked.n, (n + 1) * asked.n):
@@ -328,28 +350,29 @@ class Batch:
                 self.waiting.append(one)
 
     def draw(self):
-        """Begin continuations that wait where rows are free, draw the next tokens of all rows, and pass them on."""
+        """Start waiting continuations in free rows, draw the next tokens of all rows, and pass them on."""
         for row, used in enumerate(self.rows):
             if self.waiting and not used:
-                one = self.rows[row] = self.waiting.popleft()
+                one = self.waiting.popleft()
+                self.rows[row] = one
                 self.start(one, row)
                 if one.row.done:
                     self.rows[row] = None
         if not any(self.rows):
             return
         self.state, drawn = self.advance(self.params, self.state)
-        tokens, *told = (np.asarray(x).swapaxes(0, 1).tolist() for x in drawn)
+        tokens, *likelihoods = (np.asarray(x).swapaxes(0, 1).tolist() for x in drawn)
         for row, one in enumerate(self.rows):
             if one:
-                one.add(tokens[row], [*zip(*(x[row] for x in told))])
-                if one.row.done or one.answer.left:
+                one.add(tokens[row], [*zip(*(x[row] for x in likelihoods))])
+                if one.row.done or one.answer.disconnected:
                     self.rows[row] = None
 
     def start(self, one, row):
-        """Read the prompt of a continuation, which is continued in a row if it has more than one token to be drawn."""
+        """Read the prompt of a continuation. It occupies the row unless one token, or none, is to be drawn."""
         asked, prompt = one.answer.asked, one.row.prompt
         if asked.echo and asked.logprobs is not None:
-            one.told += self.tell(prompt)[one.first :]
+            one.likelihoods += self.score_prompt(prompt)[one.first :]
         if asked.max_tokens == 0:
             one.add([], [])
             return
@@ -357,35 +380,37 @@ class Batch:
         how = settings(1, asked.temperature, asked.top_p, asked.seed + one.index)
         state = self.prefill(self.params, *ids, how)
         if asked.max_tokens == 1:
-            token, *told = (np.asarray(x).tolist() for x in state[0])
-            one.add(token, [*zip(*told)])
+            token, *likelihoods = (np.asarray(x).tolist() for x in state[0])
+            one.add(token, [*zip(*likelihoods)])
         else:
             self.state = self.join(self.state, state, row)
 
-    def tell(self, prompt):
-        """Of each token of a prompt what `draw` tells; None of the first."""
+    def score_prompt(self, prompt):
+        """(log p, log p of the likeliest tokens, these tokens) of each token of a prompt; None for the first one."""
         n = len(prompt) - 1
         if n == 0:
             return [None]
         length = scores.fit_kernel(self.cfg, self.mesh, length_for(n))
         ids, targets = scores.pad([scores.Piece(np.array(prompt), 0, 0)], 1, length)
-        told = self.score(self.params, ids[None], targets[None])
-        return [None, *zip(*(np.asarray(x)[0, 0, :n].tolist() for x in told))]
+        likelihoods = self.score(self.params, ids[None], targets[None])
+        return [None, *zip(*(np.asarray(x)[0, 0, :n].tolist() for x in likelihoods))]
 
 
 class Engine:
-    """The thread that owns jax: it opens a model at its first request, one at a time, and answers in order."""
+    """The thread that uses jax. It has one model open at a time, opens it at the first request, and answers in
+    order."""
 
     def __init__(self, n_rows):
         self.n_rows = n_rows
-        self.asked = queue.Queue()  # Answers to begin
-        self.next = None  # one that waits until another model's are done
+        self.asked = queue.Queue()  # Answers to requests that were not started
+        self.next = None  # an Answer that waits until those of another model are done
         self.batch = None
-        self.lock = threading.Lock()  # of starting
+        self.lock = threading.Lock()  # held while the thread is started anew
         self.start()
 
     def start(self):
-        self.thread = threading.Thread(target=self.work, name="engine", daemon=True)
+        """Start the thread."""
+        self.thread = threading.Thread(target=self.run, name="engine", daemon=True)
         self.thread.start()
 
     def answer(self, asked, folder):
@@ -395,28 +420,31 @@ class Engine:
         answer = Answer(asked, folder)
         self.asked.put(answer)
         with self.lock:
-            if not self.thread.is_alive():  # or every request from now on would wait for ever
+            # otherwise every request from now on would wait for ever
+            if not self.thread.is_alive():
                 self.fail(RuntimeError("the thread that answers had ended; it is started again"))
                 self.start()
         return answer
 
-    def work(self):
+    def run(self):
+        """The main loop of the thread: start new answers, and draw the next tokens of all."""
         while True:
             try:
-                self.begin()
+                self.start_answers()
                 self.batch.draw()
-            except BaseException as e:  # of a device, say: later requests are answered
+            # such as that of a device; later requests must still be answered
+            except BaseException as e:
                 self.fail(e)
 
     def fail(self, error):
-        """Warn, and refuse whatever is being answered."""
-        words = said_of(error)
+        """Print a warning, and refuse all requests that are being answered."""
+        words = warn_of_error(error)
         batch, self.batch = self.batch, None
         for one in filter(None, [*batch.waiting, *batch.rows] if batch else []):
-            one.answer.tell(Refused(500, f"The model failed: {words}."))
+            one.answer.put_event(Refused(500, f"The model failed: {words}."))
 
-    def begin(self):
-        """Begin the answers to the requests that came, and to one at least where there is nothing else to do."""
+    def start_answers(self):
+        """Start to answer the requests that have arrived. Waits for one where there is nothing else to do."""
         while True:
             busy = self.batch and self.batch.busy()
             nothing_new = not self.next and self.asked.empty()
@@ -429,19 +457,20 @@ class Engine:
             try:
                 if not busy:
                     self.open(answer.folder)
-                self.batch.take(answer)
+                self.batch.enqueue(answer)
             except Refused as e:
-                answer.tell(e)
+                answer.put_event(e)
             except UserError as e:
-                answer.tell(Refused(404, first_line(e), "model"))
-            except BaseException as e:  # whatever damage makes the libraries raise, panics too
-                answer.tell(Refused(500, f"The model failed: {said_of(e)}.", "model"))
+                answer.put_event(Refused(404, first_line(e), "model"))
+            # damaged files may make the libraries raise any error, even panics
+            except BaseException as e:
+                answer.put_event(Refused(500, f"The model failed: {warn_of_error(e)}.", "model"))
 
     def open(self, folder):
-        """Open the newest checkpoint of a run, unless it is open. Raises UserError where there is none."""
+        """Open the newest checkpoint of a run, unless it is open already. Raises UserError where the run has none."""
         step = next(iter(checkpoint_steps(folder)), None)
         if step is None:
             raise UserError(f"{folder}: has no checkpoint yet.")
         if not self.batch or (self.batch.folder, self.batch.step) != (folder, step):
-            self.batch = None  # there is room for one
+            self.batch = None  # first, since memory has room for one
             self.batch = Batch(folder, step, self.n_rows)

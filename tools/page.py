@@ -589,7 +589,7 @@ async def stream(answer, about):
     except Refused as e:
         yield f"data: {to_json(e.body)}\n\n"
     finally:
-        answer.left = True
+        answer.disconnected = True
 
 
 class Headers:

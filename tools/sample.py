@@ -1,10 +1,10 @@
-"""Text from the newest checkpoint of a run or from a model in the Hugging Face format.
+"""Generate text with the newest checkpoint of a run or with a model in the Hugging Face format.
 
 python tools/sample.py runs/tiny --prompt "def" "import os" --max_tokens 100
 python tools/sample.py runs/tiny                                    # continues what is typed, line by line
 
-Prompts of all lengths are one batch, decoded with a cache on any mesh. Text goes to stdout as it comes, row after row;
-speeds go to stderr.
+All prompts, of any lengths, are decoded as one batch with a cache, on any mesh. Text goes to stdout as it is drawn, row
+after row, and speeds go to stderr.
 """
 
 if not __package__:
@@ -37,31 +37,37 @@ from data.encoding import encode_text
 from inference import decoding
 from inference.weights import end_tokens, max_positions
 
-MULTIPLE = 64  # to which prompts are padded, so that programs compiled for one fit others
+# Prompts are padded to a multiple of this length, so that a program compiled for one prompt fits others.
+MULTIPLE = 64
 
 
 class Row:
-    """One sequence as its tokens arrive. prompt: token ids, the first `hidden` not shown; head: text shown before;
-    ends: of `weights.end_tokens`."""
+    """One sequence, to which drawn tokens are added.
+
+    prompt: token ids, of which the first `hidden` are not shown. head: text that is shown first. ends: from
+    `weights.end_tokens`.
+    """
 
     def __init__(self, encoding, prompt, options, hidden=1, head="", ends=()):
-        self.encoding, self.prompt, self.options = encoding, prompt, options
+        self.encoding = encoding
+        self.prompt = prompt
+        self.options = options
         self.ends = {encoding.eot_token, *ends}
-        self.tokens = []  # that were drawn
-        self.text = ""  # of them, as far as no later token changes it
+        self.tokens = []  # drawn so far
+        self.text = ""  # text of these, as far as no later token can change it
         self.done = False
-        self.ending = []  # the token that ended it, if one did
-        self.cut = False  # whether a stop string did
+        self.ending = []  # the token that ended the sequence, if one did
+        self.cut = False  # whether a stop string ended it
         self.prompt_length = len(text_of(encoding, prompt))  # characters
-        self.unseen = head + text_of(encoding, prompt[hidden:])  # text that was not printed yet
+        self.unseen = head + text_of(encoding, prompt[hidden:])  # text that is not printed yet
 
     @property
     def stopped(self):
-        """Whether it has ended by itself, and not at max_tokens."""
+        """Whether an end token or a stop string ended the sequence, rather than max_tokens."""
         return bool(self.ending) or self.cut
 
     def add(self, tokens):
-        """Take further tokens. `text` and `unseen` grow by what no later token changes."""
+        """Add drawn tokens. `text` and `unseen` grow by the text that no later token can change."""
         if self.done:
             return
         stop = self.options.stop
@@ -74,7 +80,7 @@ class Row:
             self.cut = self.cut or string in text
             text = text.split(string)[0]
         self.done = self.stopped or len(self.tokens) == self.options.max_tokens
-        if not self.done:  # the end may be part of a character, or of a stop string
+        if not self.done:  # the last characters may be parts of a character, or of a stop string
             text = text.rstrip("\ufffd")
             held = max(map(len, stop), default=1) - 1
             text = text[: max(0, len(text) - held)]
@@ -83,7 +89,7 @@ class Row:
 
 
 def print_rows(rows, chunks):
-    """Print the rows while chunks of their next tokens [B, chunk] arrive. Stops early when all rows are done."""
+    """Print the rows as chunks of their next tokens [B, chunk] are drawn. Stops early when all rows are done."""
     unfinished = deque(rows)
     for drawn in chunks:
         for row, tokens in zip(rows, drawn.tolist()):
@@ -94,8 +100,8 @@ def print_rows(rows, chunks):
 
 
 def print_unseen(unfinished):
-    """Print the new text of a deque of `Row`s: of the first as it grows, of a later one when those before it are done,
-    which leave the deque."""
+    """Print the new text of a deque of `Row`s, in order: that of the first at once, that of a later one when those
+    before it are done. Rows that are done leave the deque."""
     while unfinished:
         first = unfinished[0]
         print(first.unseen, end="", flush=True)
@@ -107,14 +113,16 @@ def print_unseen(unfinished):
 
 
 def limit_of(options, cfg):
-    """(tokens that a prompt and its continuation may have, whose limit that is, in words)."""
+    """(most tokens of a prompt and its continuation, words that say whose limit this is)."""
     of = "of --T" if options.T else f"that {options.model} was made for"
     return options.T or max_positions(options.model, cfg.model.T), of
 
 
 def token_ids(text, encoding, options, cfg):
-    """Token ids of a prompt. Raises UserError where it has more than there are positions: before it is tokenized where
-    its length tells, and before a cache of its length is asked for."""
+    """The token ids of a prompt. Raises UserError where they are too many, before a cache of their length is allocated.
+
+    A prompt whose length in characters shows that is not even tokenized, which would take long.
+    """
     most, of = limit_of(options, cfg)
     n = math.ceil(len(text) / longest_token(encoding))
     if n <= most:
@@ -129,7 +137,8 @@ def token_ids(text, encoding, options, cfg):
 
 
 def fit_max_tokens(options, cfg, longest):
-    """`options` with --max_tokens for prompts of up to `longest` tokens. Warns or refuses as `warn_or_refuse` does."""
+    """`options` with a number for --max_tokens, for prompts of up to `longest` tokens. Warns where they exceed the
+    limit of the model, or raises UserError, as `warn_or_refuse`."""
     most, of = limit_of(options, cfg)
     if options.max_tokens is None:
         room = most - longest if longest < most else math.inf
@@ -141,7 +150,7 @@ def fit_max_tokens(options, cfg, longest):
 
 
 def main(options):
-    """`continue_all`, or a sentence where the devices lack memory for it."""
+    """`continue_all`, with a UserError where the devices run out of memory."""
     with common.memory_explained(
         "give shorter or fewer prompts, --inference_batch or --max_tokens"
     ):
@@ -149,18 +158,19 @@ def main(options):
 
 
 def continue_all(options):
-    """Print the continuations of --prompt and return their `Row`s, or of what is typed, line by line."""
+    """Print the continuations of --prompt and return their `Row`s; without --prompt, continue each line that is
+    typed."""
     with Pulse("opening the model", lines=False):
         opened = common.open_model(options, text=True)
-    programs = {}  # {(rows, tokens of the prompts, chunks): (prefill, advance), compiled}
+    programs = {}  # {(rows, tokens of a prompt, chunks): compiled (prefill, advance)}
     if options.prompt:
         return continue_prompts(options, *opened, programs)
-    about = f"temperature {options.temperature}, top_k {options.top_k}"
-    say_aside(f"{about}; type a prompt, Ctrl-D ends")
-    shown = "> " if sys.stdin.isatty() else ""
+    settings = f"temperature {options.temperature}, top_k {options.top_k}"
+    say_aside(f"{settings}; type a prompt, Ctrl-D ends")
+    cursor = "> " if sys.stdin.isatty() else ""
     for number in itertools.count():
         try:
-            if line := input(shown):
+            if line := input(cursor):
                 one = dataclasses.replace(options, prompt=(line,), seed=options.seed + number)
                 continue_prompts(one, *opened, programs, chunk=1)
         except EOFError:
@@ -170,7 +180,7 @@ def continue_all(options):
 
 
 def compile_stream(cfg, mesh, options, whole, chunk, inputs):
-    """(prefill, advance) of `decoding.make_stream`, compiled for inputs like `inputs`, those of prefill."""
+    """Compile (prefill, advance) of `decoding.make_stream` for prefill inputs with the shapes of `inputs`."""
     with Pulse("compiling", lines=False):
         prefill, advance = decoding.make_stream(cfg, mesh, options, whole, chunk)
         prefill = prefill.lower(*inputs).compile()
@@ -179,11 +189,12 @@ def compile_stream(cfg, mesh, options, whole, chunk, inputs):
 
 
 def prompts_of(options, cfg, encoding, before):
-    """Token ids of each --prompt, after those of `before`. Raises UserError for a prompt that the model cannot read."""
+    """The token ids of each --prompt, preceded by `before`. Raises UserError for a prompt that the model cannot
+    read."""
     vocab_size = cfg.model.vocab_size
     check_ids(encoding, before, vocab_size, f"--start {options.start}: what precedes a prompt")
     for text in options.prompt:
-        if re.search("[\udc80-\udcff]", text):  # as which Python keeps bytes that it cannot decode
+        if re.search("[\udc80-\udcff]", text):  # in these, Python keeps bytes that it cannot decode
             raise UserError(
                 f"the prompt {text!r:.40} holds bytes that are no text; write it in UTF-8."
             )
@@ -196,7 +207,7 @@ def prompts_of(options, cfg, encoding, before):
 
 
 def continue_prompts(options, cfg, mesh, params, encoding, programs, chunk=decoding.CHUNK):
-    """Print the continuations of the prompts, `chunk` tokens at a time; returns their `Row`s."""
+    """Print the continuations of the prompts, `chunk` tokens at a time. Returns their `Row`s."""
     if "" in options.stop:
         raise UserError("is empty; give a text", flag="stop")
     before = common.before_prompt(options, encoding)
@@ -211,14 +222,14 @@ def continue_prompts(options, cfg, mesh, params, encoding, programs, chunk=decod
         rows.append(Row(encoding, ids, options, len(before), head, further_ends))
 
     n_tokens = sum(map(len, batch))
-    batch += batch[:1] * (-len(batch) % mesh.shape["dp"])  # dp must divide the number of rows
+    # to a multiple of dp, over which the rows are split
+    batch += batch[:1] * (-len(batch) % mesh.shape["dp"])
     n = math.ceil(longest / MULTIPLE) * MULTIPLE
     chunks = math.ceil(options.max_tokens / chunk)
     inputs = params, *decoding.pad(batch, n), jax.random.key(options.seed)
     shape = len(batch), n, chunks
-    if (
-        shape not in programs
-    ):  # compiled before the clock starts, so that speeds are those of the devices
+    # compiled before the clock starts, so that the speeds are those of the devices
+    if shape not in programs:
         programs[shape] = compile_stream(cfg, mesh, options, n + chunks * chunk, chunk, inputs)
     prefill, advance = programs[shape]
     began = time.perf_counter()
