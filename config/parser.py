@@ -176,51 +176,51 @@ def shown(f):
 
 def value_of(f, words):
     """The value of a field that words mean. Raises UserError where they mean none."""
-    takes = values_of(f)
+    expected = values_of(f)
     values = []
     for word in words:
         value = os.path.expanduser(word) if facts_of(f).expands_home else word
-        if not takes.choices:
+        if not expected.choices:
             with contextlib.suppress(ValueError):
-                value = takes.kind(value)
+                value = expected.kind(value)
         if must := unmet(f, value):
-            near = nearest(word, takes.choices)
+            near = nearest(word, expected.choices)
             raise UserError(
                 f"{shown(f)} {word or repr(word):.40}: must be {must}{near}; see --help."
             )
         values.append(value)
-    return tuple(values) if takes.is_tuple else values[0]
+    return tuple(values) if expected.is_tuple else values[0]
 
 
 def value_in_file(f, value):
     """(the value of a field that `value` in a JSON file means, "") or (None, what it must be, in words)."""
-    takes = values_of(f)
+    expected = values_of(f)
     values = value if isinstance(value, list) else [value]
-    if takes.kind is float:
+    if expected.kind is float:
         values = [float(v) if type(v) is int else v for v in values]
-    if len(values) != (takes.count or 1):
-        return None, str(takes)
+    if len(values) != (expected.count or 1):
+        return None, str(expected)
     for v in values:
         if must := unmet(f, v):
             return None, must
     if facts_of(f).expands_home:
         values = [os.path.expanduser(v) for v in values]
-    return (tuple(values) if takes.is_mesh else values[0]), ""
+    return (tuple(values) if expected.is_mesh else values[0]), ""
 
 
 def unmet(f, value):
     """In words: what a value of a field must be and is not; "" where nothing is wrong with it."""
-    takes = values_of(f)
+    expected = values_of(f)
     facts = facts_of(f)
-    is_right = value in takes.choices if takes.choices else type(value) is takes.kind
+    is_right = value in expected.choices if expected.choices else type(value) is expected.kind
     is_nan = value != value
     if not is_right or is_nan:
-        return str(takes)
+        return str(expected)
     if value == "" and facts.nonempty:
         return "a text that is not empty"
-    if takes.kind not in MOST:
+    if expected.kind not in MOST:
         return ""
-    most = MOST[takes.kind] if facts.most is None else facts.most
+    most = MOST[expected.kind] if facts.most is None else facts.most
     if value < facts.least:
         return f"at least {facts.least}"
     if value > most:
@@ -267,7 +267,7 @@ def split_words(own, others, argv, hints):
             if not values_of(f).is_list:
                 del arguments[0]
         else:
-            raise stray(word, known, hints)
+            raise unexpected(word, known, hints)
         value = value_of(f, values)
         if f.name not in own:
             rest += before[: len(before) - len(words)]
@@ -302,8 +302,8 @@ def read_flag(word, words, known, hints):
     if not flag.startswith("--") or f is None:
         near = nearest(flag, [f"--{n}" for n in by_name], NEAR)
         raise UserError(f"{flag}: there is no such flag{near}; see --help.")
-    takes = values_of(f)
-    if takes.is_switch:
+    expected = values_of(f)
+    if expected.is_switch:
         if equals or (words and words[0].lower() in TRUTHS):
             given = word if equals else f"{word} {words[0]}"
             raise UserError(f"{given:.40}: takes no value; give --{f.name} or --no_{f.name} alone.")
@@ -311,14 +311,14 @@ def read_flag(word, words, known, hints):
     if equals:
         return f, [value]
     follow = itertools.takewhile(lambda word: not re.match(r"--[A-Za-z][\w-]*(=|$)", word), words)
-    values = list(itertools.islice(follow, takes.count))
-    if len(values) < (takes.count or 1):
-        raise UserError(f"--{f.name}: must be followed by {takes}; see --help.")
+    values = list(itertools.islice(follow, expected.count))
+    if len(values) < (expected.count or 1):
+        raise UserError(f"--{f.name}: must be followed by {expected}; see --help.")
     del words[: len(values)]
     return f, values
 
 
-def stray(word, known, hints):
+def unexpected(word, known, hints):
     """The UserError for a word that no flag takes."""
     said = f"belongs to no flag{hints.of_word(word)}"
     if re.match(r"[A-Za-z][\w.]*=", word):
@@ -360,8 +360,12 @@ def help_of(kind, program, defaults, whole):
 
 def lines_of(f, text, default):
     """The lines of a flag in the help: its name and values, what it means, its default."""
-    takes = values_of(f)
-    head = f"--{f.name}, --no_{f.name}" if takes.is_switch else f"{shown(f)} {takes.placeholder()}"
+    expected = values_of(f)
+    head = (
+        f"--{f.name}, --no_{f.name}"
+        if expected.is_switch
+        else f"{shown(f)} {expected.placeholder()}"
+    )
     if isinstance(default, tuple):
         default = " ".join(map(str, default))
     if default not in (dataclasses.MISSING, None, ""):

@@ -410,9 +410,9 @@ def test_a_number_beyond_its_bounds_is_refused_at_once(program):
         return read_flags(program, words, "program")
 
     for f in parser.fields_of(program).values():
-        takes = parser.values_of(f)
+        expected = parser.values_of(f)
         facts = parser.facts_of(f)
-        kind = takes.kind
+        kind = expected.kind
         if kind not in (int, float):
             continue
         most = parser.MOST[kind] if facts.most is None else facts.most
@@ -424,7 +424,7 @@ def test_a_number_beyond_its_bounds_is_refused_at_once(program):
                 *PROGRAMS[program].split(),
                 f"--{f.name}",
                 str(value),
-                *["1"] * ((takes.count or 1) - 1),
+                *["1"] * ((expected.count or 1) - 1),
             ]
             with pytest.raises(messages.UserError, match=rf"--{f.name} .*: must be (a|at|below)\b"):
                 read(words)

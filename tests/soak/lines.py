@@ -70,13 +70,13 @@ def make_odd_files(folder):
 
 def value(rng, f, large):
     """Words that a flag may be followed by."""
-    takes = parser.values_of(f)
-    one = takes.kind
-    n = 0 if takes.is_switch else takes.count or 0
+    expected = parser.values_of(f)
+    one = expected.kind
+    n = 0 if expected.is_switch else expected.count or 0
     numbers = NUMBERS + large * LARGE
     right = (
         {int: numbers, float: numbers, str: TEXTS + PATHS}.get(one)
-        or list(takes.choices)
+        or list(expected.choices)
         or ["true"]
     )
     count = rng.choice([n] * 6 + [0, 1, 2])
