@@ -132,15 +132,8 @@ def evaluate(options, path, cfg, encoding, score):
     tokens = np.bincount(unit, tokens)
     loss, error = weighted_mean(sums, tokens)
     perplexity = math.exp(loss)
-    bits = bits_error = None
-    if manifest.is_lossy(counts):
-        share = counts["lost_characters"] / counts["sampled_characters"]
-        warn(
-            f"--data {path}: the tokenizer loses {share:.1%} of its text, so it has no bits per byte"
-        )
-    elif not corpus or corpus.bytes_per_token:
-        n_bytes = tokens * corpus.bytes_per_token if corpus else np.array(sizes)
-        bits, bits_error = weighted_mean(sums / math.log(2), n_bytes)
+    n_bytes = tokens * (corpus.bytes_per_token or 0) if corpus else np.array(sizes)
+    bits, bits_error = bits_per_byte(path, counts, sums, n_bytes)
     return dict(
         data=shown,
         sequences=len(unit),
@@ -153,6 +146,22 @@ def evaluate(options, path, cfg, encoding, score):
         bits_per_byte=bits,
         bits_per_byte_error=bits_error,
     )
+
+
+def bits_per_byte(path, counts, sums, n_bytes):
+    """(bits per byte, standard error), each None where they have no meaning.
+
+    counts: of characters that the tokenizer loses. sums: nats of each cluster. n_bytes: of its text; 0: unknown.
+    """
+    if manifest.is_lossy(counts):
+        share = counts["lost_characters"] / counts["sampled_characters"]
+        warn(
+            f"--data {path}: the tokenizer loses {share:.1%} of its text, so it has no bits per byte"
+        )
+        return None, None
+    if not n_bytes.any():
+        return None, None
+    return weighted_mean(sums / math.log(2), n_bytes)
 
 
 def table(results):
