@@ -6,14 +6,14 @@ calls the collectives of `jax.lax`.
 """
 
 import functools
-import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
+
+from kernels import xla_tpu
 
 # The axes of the mesh: data, pipeline and tensor parallelism. A device's number counts tp fastest, dp slowest.
 AXES = ("dp", "pp", "tp")
@@ -30,46 +30,13 @@ def platform():
 
 def all_gather(x, axis, dim):
     """Join the parts [.., n, ..] of all devices of a mesh axis along `dim`, in order -> [.., axis size x n, ..].
-
-    Transpose: `reduce_scatter`. The TPU compiler turns some reduce-scatters into all-reduces, which send twice the
-    bytes. Each case has its remedy:
-
-        among all devices of the mesh       two steps (arXiv:1909.09756, section 3), see `gather_steps`
-        with a small last dim               the dims after `dim` become one
-        n is no multiple of 8               more and shorter rows: [28, 7168] -> [56, 3584], since a TPU's tile has 8
-                                            rows; a last dim becomes a middle one
-        along dim 0                         parts of less than 2^28 numbers are joined along a dim of their own
-    """
-    shape = x.shape
-    if dim == x.ndim - 1 > 1 and shape[dim] % 8:
-        return jnp.moveaxis(all_gather(jnp.moveaxis(x, dim, 1), axis, 1), 1, dim)
-    tiled = dim > 0 or x.size >= 2**28
-    if dim < x.ndim - 1:
-        columns = math.prod(shape[dim + 1 :])
-        cuts = 8 // math.gcd(shape[dim], 8)
-        if dim == 0 or columns % cuts:
-            cuts = 1
-        x = x.reshape(*shape[:dim], shape[dim] * cuts, columns // cuts)
-    for groups in gather_steps(lax.axis_size(axis), lax.axis_size(AXES), platform()):
-        x = lax.all_gather(x, axis, axis=dim, tiled=tiled, axis_index_groups=groups)
-    return x.reshape(*shape[:dim], -1, *shape[dim + 1 :])
-
-
-def gather_steps(n, mesh_size, platform="tpu"):
-    """The groups of devices (`axis_index_groups`) in which n devices gather, step by step.
-
-    GPUs take one step. Other devices that are the whole mesh gather among near ones first, as many as the largest
-    divisor of n up to its square root. Six gather in [[0, 1], [2, 3], [4, 5]], where device 0 gets parts 0 and 1, then
-    in [[0, 2, 4], [1, 3, 5]], where it gets parts (0, 1), (2, 3) and (4, 5).
-    """
+    Transpose: `reduce_scatter`."""
+    n = lax.axis_size(axis)
     if n == 1:
-        return []
-    near = 1
-    if n == mesh_size and platform != "gpu":
-        near = max(k for k in range(1, math.isqrt(n) + 1) if n % k == 0)
-    grid = np.arange(n).reshape(-1, near)
-    steps = [grid, grid.T] if near > 1 else [grid.T]
-    return [groups.tolist() for groups in steps]
+        return x
+    if platform() == "tpu":
+        return xla_tpu.all_gather(x, axis, dim, n, lax.axis_size(AXES))
+    return lax.all_gather(x, axis, axis=dim, tiled=True)
 
 
 def reduce_scatter(x, axis, dim):
@@ -92,45 +59,40 @@ def largest(x, axes):
     return lax.pmax(x, axes)
 
 
-class WithGrad(NamedTuple):
-    """A weight, or a tree of weights, paired with a float32 zero whose cotangent accumulates the gradient.
-
-    Layers read `value`, in model_dtype; its own cotangent is dropped. `architectures.layers.take` has an example.
-    """
-
-    value: jax.Array
-    grad: jax.Array
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def gather_weight(w, p, dtype, exchange=False):
     """Gather a weight just before use (ZeRO-3, arXiv:1910.02054, section 5.3): w, stored in float32 as its `Param` p
-    says -> `WithGrad` of the whole weight, or of this device's expert where several share one, in `dtype`, which is
-    also what travels. Transpose: the gradient is reduced and scattered to where the weight is stored, in float32, with
-    `exchange` by `scatter_gradient`."""
-    whole = _whole(w.astype(dtype), p)
-    return WithGrad(whole, jnp.zeros(whole.shape, jnp.float32))
+    says -> the whole weight, or this device's expert where several share one, in `dtype`, which is also what travels.
+    Transpose: `scatter_weight_gradient`."""
+    return _whole(w.astype(dtype), p)
 
 
 def _gather_weight_forward(w, p, dtype, exchange):
     return gather_weight(w, p, dtype, exchange), None
 
 
-def _gather_weight_backward(p, dtype, exchange, _, cotangent):
+def _gather_weight_backward(p, dtype, exchange, _, g):
+    return (scatter_weight_gradient(g.astype(jnp.float32), p, exchange),)
+
+
+gather_weight.defvjp(_gather_weight_forward, _gather_weight_backward)
+
+
+def scatter_weight_gradient(g, p, exchange=False):
+    """Reduce the float32 gradient g of what `gather_weight` gave, and scatter it to where the weight of the `Param` p
+    is stored; with `exchange` by `scatter_gradient`."""
     if exchange and p.gather_dim and not p.expert:
-        return (scatter_gradient(cotangent.grad, p.position(p.gather_dim), p.gather_axes),)
-    stored = list(cotangent.grad.shape)
+        return scatter_gradient(g, p.position(p.gather_dim), p.gather_axes)
+    stored = list(g.shape)
     if p.gather_dim:
         stored[p.position(p.gather_dim)] //= lax.axis_size(p.gather_axes)
     if p.expert:
         experts = p.position(p.expert)
         stored[experts] = p.shape[experts]
     part = jax.ShapeDtypeStruct(stored, jnp.float32)
-    scatter = jax.linear_transpose(functools.partial(_whole, p=p), part)
-    return scatter(cotangent.grad)
+    [scattered] = jax.linear_transpose(functools.partial(_whole, p=p), part)(g)
+    return scattered
 
-
-gather_weight.defvjp(_gather_weight_forward, _gather_weight_backward)
 
 # Devices of an axis from which on an all-to-all takes longer than a reduce-scatter: bytes travel far on a larger torus
 MOST_EXCHANGED = 64
@@ -204,8 +166,8 @@ def expert_groups(E, devices):
 
 def to_experts(x):
     """Send the buckets of every expert to the devices that hold it (GShard, arXiv:2006.16668, section 3): x [E, C, D],
-    from this device's tokens -> [E/n, n, C, D], the buckets of its own experts from n = dp x tp senders. Where n > E,
-    each expert's n/E devices take the buckets of E senders each: [1, E, C, D]. Transpose: `from_experts`."""
+    from this device's tokens -> [E/p, p, C, D], the buckets of its own experts from p = dp x tp senders. Where p > E,
+    each expert's p/E devices take the buckets of E senders each: [1, E, C, D]. Transpose: `from_experts`."""
     devices = lax.axis_size(EXPERT_AXES)
     if devices == 1:
         return x.reshape(len(x), 1, *x.shape[1:])
@@ -218,7 +180,7 @@ def to_experts(x):
 
 
 def from_experts(x):
-    """Send what the experts made of their buckets back: [E/n, n, C, D] -> [E, C, D]. Transpose: `to_experts`."""
+    """Send what the experts made of their buckets back: [E/p, p, C, D] -> [E, C, D]. Transpose: `to_experts`."""
     per_device, senders, C, D = x.shape
     part = jax.ShapeDtypeStruct((per_device * senders, C, D), x.dtype)
     return jax.linear_transpose(to_experts, part)(x)[0]
@@ -262,60 +224,56 @@ def scatter_sequence(x, split):
 
 
 def exchange_heads(x, split):
-    """Own heads of all tokens -> all heads of own tokens: [B, H/tp, T, V] -> [tp, B, H/tp, T/tp, V], a part from each
-    device, by an all-to-all (DeepSpeed Ulysses, arXiv:2309.14509, section 3.1). Without `split` (decoding), an
-    all-gather -> [tp, B, H/tp, T, V]."""
-    n = lax.axis_size("tp")
-    if n == 1:
-        return x[None]
+    """Own heads of all tokens -> all heads of own tokens: [B, H/tp, T, K] -> [B, H, T/tp, K], by an all-to-all
+    (DeepSpeed Ulysses, arXiv:2309.14509, section 3.1). Without `split` (decoding), an all-gather -> [B, H, T, K]."""
+    if lax.axis_size("tp") == 1:
+        return x
     if not split:
-        return lax.all_gather(x, "tp")
-    B, H, T, V = x.shape
-    x = x.reshape(B, H, n, T // n, V)
-    x = jnp.moveaxis(x, 2, 0)  # [receiver, B, H/tp, T/tp, V]
-    return lax.all_to_all(x, "tp", 0, 0)  # [sender, B, H/tp, T/tp, V]
+        return lax.all_gather(x, "tp", axis=1, tiled=True)
+    return lax.all_to_all(x, "tp", split_axis=2, concat_axis=1, tiled=True)
 
 
-def to_owners(x, rows, columns, copies, sharers):
+def to_owners(x, rows, columns, copies, owner_copies):
     """Make blocks whole matrices, each with one of the devices that hold its blocks (arXiv:2502.16982, section 2.3, by
     an all-to-all instead of a gather). The way back: `from_owners`.
 
-    x [n, r, c]: this device's blocks of n matrices, which the axes `rows` split into R and `columns` into C parts;
-    along the axes `copies` all devices have the same, and each `sharers` of them share the matrices out. Returns
-    [n / (R C sharers), R r, C c], the matrices that this device owns.
+    x [n, r, c]: this device's blocks of n matrices, which the axes `rows` split into i and `columns` into j parts;
+    along the axes `copies` all devices hold the same, and `owner_copies` of them share the matrices out. Returns
+    [n / (i j owner_copies), i r, j c], the matrices that this device owns.
 
-    Four matrices, R = 2, C = 1, copies on two devices:
+    Four matrices, i = 2, j = 1, copies on two devices:
 
         device                   0           1           2           3
         holds the rows           0 A B C D   1 A B C D   0 A B C D   1 A B C D
         takes its share          0 A B       1 A B       0 C D       1 C D
         all-to-all over `rows`   01 A        01 B        01 C        01 D
     """
-    if sharers > 1:
-        own = lax.axis_index(copies) % sharers
-        x = x.reshape(sharers, -1, *x.shape[1:])[own]
+    if owner_copies > 1:
+        own = lax.axis_index(copies) % owner_copies
+        x = x.reshape(owner_copies, -1, *x.shape[1:])[own]
     if not rows + columns:
         return x
-    R, C = lax.axis_size(rows), lax.axis_size(columns)
-    x = x.reshape(R * C, -1, *x.shape[1:])  # [owner, matrices, r, c]
+    i, j = lax.axis_size(rows), lax.axis_size(columns)
+    x = x.reshape(i * j, -1, *x.shape[1:])  # [owner, matrices, r, c]
     # Its slices must not become the arrays that it was joined of: XLA:CPU sends slices, all of one layout.
     x = lax.all_to_all(lax.optimization_barrier(x), rows + columns, 0, 0)  # [block, matrices, r, c]
     _, n, r, c = x.shape
-    x = x.reshape(R, C, n, r, c).transpose(2, 0, 3, 1, 4)
-    return x.reshape(n, R * r, C * c)
+    x = x.reshape(i, j, n, r, c).transpose(2, 0, 3, 1, 4)
+    return x.reshape(n, i * r, j * c)
 
 
-def from_owners(x, rows, columns, copies, sharers):
-    """The way back of `to_owners`: owned matrices [n / (R C sharers), R r, C c] -> blocks of all of them [n, r, c]."""
+def from_owners(x, rows, columns, copies, owner_copies):
+    """The way back of `to_owners`: owned matrices [n / (i j owner_copies), i r, j c] -> blocks of all of them, [n, r,
+    c]."""
     if rows + columns:
-        R, C = lax.axis_size(rows), lax.axis_size(columns)
+        i, j = lax.axis_size(rows), lax.axis_size(columns)
         n = len(x)
-        x = x.reshape(n, R, x.shape[1] // R, C, x.shape[2] // C).transpose(1, 3, 0, 2, 4)
-        x = x.reshape(R * C, *x.shape[2:])  # [block, matrices, r, c]
+        x = x.reshape(n, i, x.shape[1] // i, j, x.shape[2] // j).transpose(1, 3, 0, 2, 4)
+        x = x.reshape(i * j, *x.shape[2:])  # [block, matrices, r, c]
         x = lax.all_to_all(x, rows + columns, 0, 0)  # [owner, matrices, r, c]
         x = x.reshape(-1, *x.shape[2:])
-    if sharers > 1:
-        groups = np.arange(lax.axis_size(copies)).reshape(-1, sharers).tolist()
+    if owner_copies > 1:
+        groups = np.arange(lax.axis_size(copies)).reshape(-1, owner_copies).tolist()
         x = lax.all_gather(x, copies, tiled=True, axis_index_groups=groups)
     return x
 

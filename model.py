@@ -6,7 +6,7 @@ model. `plain_model.py` shows what all of this computes, and tests compare the t
 
     local_loss
       hidden_states
-        layer_params, top_params      the weights, gathered
+        layer_weights, top_params     the weights, gathered
         embed                         token ids -> what enters the first block
         run_blocks
           pipeline                    M microbatches through S stages
@@ -15,7 +15,7 @@ model. `plain_model.py` shows what all of this computes, and tests compare the t
       cross_entropy                   of kernels/loss.py
       reduce_loss                     sums over the mesh
 
-Letters: B batch, T sequence, D model, H heads, K head dim, R latent, E experts, C capacity, F feed-forward,
+Letters: B batch, T sequence, D model, H heads, K channels of a head, R latent, E experts, C capacity, F feed-forward,
 V vocabulary, L layers per block, M microbatches, S stages. "axis" is a mesh axis, "dim" an array dimension:
 
     dp  splits the batch, every large weight (gathered just before use) and, with tp, the experts
@@ -38,21 +38,20 @@ from architectures import architecture_of
 from architectures.experts import choose_transport
 from architectures.layers import (
     AFTER_EMBEDDING,
-    Load,
+    RoutingStats,
     Tokens,
     dropout,
     gather,
-    no_load,
+    no_routing,
     rows_of,
-    take,
 )
 from architectures.parameters import is_param, table_map
+from architectures.weights import LayerWeights
 from collectives import (
     AXES,
     BATCH_SPEC,
     EXPERT_AXES,
     MOST_EXCHANGED,
-    WithGrad,
     count_slices,
     from_last_stage,
     gather_sequence,
@@ -61,7 +60,7 @@ from collectives import (
     sum_over,
     to_stages,
 )
-from kernels import attention
+from kernels import attention, xla_cpu
 from kernels import loss as losses
 
 
@@ -120,7 +119,7 @@ class Metrics(NamedTuple):
 
     cross_entropy: jax.Array  # [] nats per token
     load_loss: jax.Array  # [] load-balancing loss, summed over layers, mean over sequences
-    load: jax.Array  # [layers, E] choices that fell on each expert; dims as in param_table
+    load: jax.Array  # [rounds, blocks in a round, E] choices that fell on each expert
     dropped: jax.Array  # [] share of the choices that found their expert's bucket full
 
 
@@ -131,14 +130,13 @@ def make_loss(cfg, mesh, train):
     step, of the batch's first sequence. Without `train` there is no dropout.
     """
     cfg = for_devices(cfg, mesh)
-    load = P(None, "pp") if cfg.run.pp_interleave > 1 else P("pp")
     spec = P(*BATCH_SPEC[1:])
     # check_vma is off: reduce_loss replicates what out_specs calls so. Tests hold gradients to those of one device.
     return jax.shard_map(
         functools.partial(local_loss, cfg, train),
         mesh=mesh,
         in_specs=(param_specs(cfg), spec, spec, P(), P()),
-        out_specs=(P(), Metrics(P(), P(), load, P())),
+        out_specs=(P(), Metrics(P(), P(), load=P(None, "pp"), dropped=P())),
         check_vma=False,
     )
 
@@ -147,16 +145,16 @@ def local_loss(cfg, train, params, ids, targets, key, first):
     """`make_loss`'s on one device: ids and targets [M/S, B/dp, T/tp]."""
     m = cfg.model
     batch = describe_batch(m, ids, key if train and m.dropout_rate else None, first)
-    x, load, head = hidden_states(cfg, params, batch)
+    x, stats, head = hidden_states(cfg, params, batch)
     with jax.named_scope("head"):
         cross_entropy = losses.cross_entropy(x, head, targets, m.vocab_size, loss_chunk())
-    return reduce_loss(cfg, ids.shape, cross_entropy, load)
+    return reduce_loss(cfg, ids.shape, cross_entropy, stats)
 
 
 @jax.named_scope("reduce_loss")
-def reduce_loss(cfg, shape, cross_entropy, load):
-    """The loss and `Metrics` of the whole batch from one device's sum of nats and `Load`; shape: [M/S, B/dp, T/tp] of
-    its tokens."""
+def reduce_loss(cfg, shape, cross_entropy, stats):
+    """The loss and `Metrics` of the whole batch from one device's sum of nats and `RoutingStats`; shape: [M/S, B/dp,
+    T/tp] of its tokens."""
     m, o = cfg.model, cfg.optimizer
     M, B, t = shape
     dp, pp, tp = map(lax.axis_size, AXES)
@@ -164,16 +162,16 @@ def reduce_loss(cfg, shape, cross_entropy, load):
     tokens = sequences * t * tp
     choices = tokens * m.experts_per_token * m.blocks
     cross_entropy = cross_entropy / tokens
-    balance = load.loss / sequences
+    balance = stats.balance_loss / sequences
     loss = sum_over(cross_entropy + o.balance_weight * balance, AXES)
 
     # Metrics have no gradient, so they may be summed as well.
-    cross_entropy, balance, load = lax.stop_gradient((cross_entropy, balance, load))
+    cross_entropy, balance, stats = lax.stop_gradient((cross_entropy, balance, stats))
     return loss, Metrics(
         cross_entropy=sum_over(cross_entropy, AXES),
         load_loss=sum_over(balance, AXES),
-        load=sum_over(load.tokens, EXPERT_AXES),
-        dropped=sum_over(load.dropped, AXES) / float(max(1, choices)),
+        load=sum_over(stats.load, EXPERT_AXES),
+        dropped=sum_over(stats.dropped, AXES) / float(max(1, choices)),
     )
 
 
@@ -293,18 +291,18 @@ def own_microbatches(M):
 
 
 def hidden_states(cfg, params, batch):
-    """What the head reads, [M/S, B/dp, T/tp, D]; the stage's `Load`; the head."""
-    layers = layer_params(params, cfg)
+    """What the head reads, [M/S, B/dp, T/tp, D]; the stage's `RoutingStats`; the head."""
+    layers = layer_weights(params, cfg)
     with jax.named_scope("embed"):
         top = top_params(params, cfg)
         x = embed(cfg, top, layers, batch)  # [M/S, B/dp, T/tp, D]
         x = to_stages(x)  # [M, B/dp, T/tp, D]
     with jax.named_scope("pipeline"):
-        x, load = run_blocks(cfg, layers, x, batch)
+        x, stats = run_blocks(cfg, layers, x, batch)
         x = from_last_stage(x)  # [M/S, B/dp, T/tp, D]
     with jax.named_scope("head"):
         x = architecture_of(cfg).norm(x, top["norm"], cfg.model.norm_eps)
-    return x, load, top["head"]
+    return x, stats, top["head"]
 
 
 def embed(cfg, top, layers, batch):
@@ -318,19 +316,12 @@ def embed(cfg, top, layers, batch):
         x = arch.embed(top, rows, tokens.within_document())
         return dropout(x, m.dropout_rate, tokens, AFTER_EMBEDDING)
 
-    def run_first_layers(weights, _, scanned):
+    def run_first_layers(_, scanned):
         x, microbatch = scanned
-        x, _, weights = run_layers(
-            cfg,
-            arch.first,
-            m.first_layers,
-            weights,
-            block=(),
-            first=m.blocks * m.layers_per_block,  # for dropout: blocks count before
-            x=x,
-            tokens=batch.tokens(microbatch),
-        )
-        return (), x, weights
+        number = m.blocks * m.layers_per_block  # for dropout: blocks count before
+        tokens = batch.tokens(microbatch)
+        x, _ = run_layers(cfg, arch.first, m.first_layers, layers, (), number, x, tokens)
+        return (), x
 
     ids = batch.ids
     if lookback := arch.lookback(m):
@@ -338,41 +329,31 @@ def embed(cfg, top, layers, batch):
     rows = rows_of(top["embedding"], ids)
     x = jax.vmap(embed_one)(rows, microbatches)
     if m.first_layers:
-        weights = weights_of(layers, {arch.first})
-        _, x, _ = scan_layers(run_first_layers, weights, (), (x, microbatches))
+        _, x = layers.scan(run_first_layers, (), (x, microbatches))
     return x
 
 
 def run_blocks(cfg, layers, x, batch):
     """All blocks by the pipeline, x [M, B/dp, T/tp, D] -> x, which is meaningful on the last stage only, and this
-    stage's `Load`, its tokens with dims as in param_table."""
+    stage's `RoutingStats`, of which the load is [rounds, blocks, E] and the rest is summed over layers."""
     m, rounds = cfg.model, cfg.run.pp_interleave
 
-    def run_turn(weights, x, total, turn, microbatch, valid):
+    def run_round(x, total, round, microbatch, valid):
         tokens = batch.tokens(microbatch)
-        y, (load, _), weights = run_stage(cfg, weights, x, tokens, turn=turn)
-        load = jax.tree.map(lambda n: jnp.where(valid, n, 0), load)
-        total = Load(
-            loss=total.loss + load.loss,
-            tokens=total.tokens.at[turn].add(load.tokens),
-            dropped=total.dropped + load.dropped,
+        y, stats, _ = run_stage(cfg, layers, x, tokens, round=round)
+        stats = jax.tree.map(lambda n: jnp.where(valid, n, 0), stats)
+        total = RoutingStats(
+            balance_loss=total.balance_loss + stats.balance_loss,
+            load=total.load.at[round].add(stats.load),
+            dropped=total.dropped + stats.dropped,
         )
-        return y, total, weights
+        return y, total
 
-    load = no_load(rounds, blocks_of_stage(cfg), m.n_experts)
-    x, load = pipeline(run_turn, stacked(cfg, layers), x, load, rounds)
-    if rounds == 1:
-        load = load._replace(tokens=load.tokens[0])
-    return x, load
+    stats = no_routing(rounds, blocks_of_stage(cfg), m.n_experts)
+    return pipeline(run_round, layers.scan, x, stats, rounds)
 
 
-def stacked(cfg, layers):
-    """`WithGrad` of the layers that blocks consist of."""
-    stacks = architecture_of(cfg).stacks
-    return weights_of(layers, stacks & layers.value.keys())
-
-
-def pipeline(stage, weights, inputs, state, rounds=1):
+def pipeline(stage, scan, inputs, state, rounds=1):
     """Run M microbatches through S stages (GPipe, arXiv:1811.06965, section 2.3), in `rounds` rounds (--pp_interleave;
     arXiv:2104.04473, section 2.2).
 
@@ -384,14 +365,14 @@ def pipeline(stage, weights, inputs, state, rounds=1):
         stage 0   0.0  0.1  0.2  0.3  1.0  1.1  1.2  1.3   -
         stage 1    -   0.0  0.1  0.2  0.3  1.0  1.1  1.2  1.3
 
-    inputs [M, ...] are known to every stage. `stage(weights, x, state, turn, microbatch, valid)` returns y, the state
-    and the weights to carry on, `turn` being the round; where `valid` is false, the stage is idle and must leave the
-    state as it was. Returns outputs [M, ...], meaningful on the last stage only, and the state.
+    inputs [M, ...] are known to every stage. `stage(x, state, round, microbatch, valid)` returns y and the state; where
+    `valid` is false, the stage is idle and must leave the state as it was. scan: `LayerWeights.scan` of the weights
+    that `stage` uses. Returns outputs [M, ...], meaningful on the last stage only, and the state.
     """
     S, M = lax.axis_size("pp"), len(inputs)
     own = lax.axis_index("pp")
 
-    def tick(weights, carry, i):
+    def tick(carry, i):
         x, inputs, state = carry
         if rounds > 1:  # stage 0 gets from the last stage its input of the next round
             arrived = jnp.maximum(i - S, 0) % M
@@ -402,43 +383,15 @@ def pipeline(stage, weights, inputs, state, rounds=1):
         x = jnp.where(is_first, inputs[entering], x)
 
         done = jnp.clip(i - own, 0, rounds * M - 1)  # runs of this stage before this tick
-        turn, microbatch = done // M, done % M
+        round, microbatch = done // M, done % M
         valid = (i >= own) & (i - own < rounds * M)
-        y, state, weights = stage(weights, x, state, turn, microbatch, valid)
-        return (next_stage(y), inputs, state), y, weights
+        y, state = stage(x, state, round, microbatch, valid)
+        return (next_stage(y), inputs, state), y
 
     start = jnp.zeros_like(inputs[0]), inputs, state
     ticks = jnp.arange(rounds * M + S - 1)
-    (_, _, state), outputs, _ = scan_layers(tick, weights, start, ticks)
+    (_, _, state), outputs = scan(tick, start, ticks)
     return outputs[-M:], state
-
-
-def scan_layers(body, weights, carry, scanned, unrolled=False):
-    """`lax.scan` over `body(weights, carry, one of scanned)`, which runs layers and returns (carry, out, weights).
-
-    weights: `WithGrad` of {kind: stack}. The loop carries their grads, into which each layer adds its own in place
-    (see `take`), and not their values, which every turn would copy. Returns the last carry, the outs, and the weights.
-    unrolled: as a program without a loop, which would stack what its turns keep.
-    """
-    if unrolled:
-        outs = []
-        for i in range(len(jax.tree.leaves(scanned)[0])):
-            carry, out, weights = body(weights, carry, jax.tree.map(lambda part: part[i], scanned))
-            outs.append(out)
-        return carry, jax.tree.map(lambda *parts: jnp.stack(parts), *outs), weights
-
-    def turn(carried, one):
-        carry, grad = carried
-        carry, out, own = body(WithGrad(weights.value, grad), carry, one)
-        return (carry, own.grad), out
-
-    (carry, grad), out = lax.scan(turn, (carry, weights.grad), scanned)
-    return carry, out, WithGrad(weights.value, grad)
-
-
-def weights_of(layers, kinds):
-    """`WithGrad` of layers, with the grads of some kinds alone: those that a loop will carry."""
-    return WithGrad(layers.value, {kind: layers.grad[kind] for kind in kinds})
 
 
 def blocks_of_stage(cfg):
@@ -446,47 +399,30 @@ def blocks_of_stage(cfg):
     return cfg.model.blocks // (cfg.run.pp_interleave * lax.axis_size("pp"))
 
 
-def run_stage(cfg, weights, x, tokens, cache=None, turn=0):
-    """This stage's blocks of round `turn` on x [B, T/tp, D]; the same for training and decoding. weights: those of
-    `stacked`; cache: {kind: array}, None in training. Returns x; a pair of `Load`, with tokens [blocks, E] and the rest
-    summed, and the cache; and the weights for what follows."""
+def run_stage(cfg, layers, x, tokens, cache=None, round=0):
+    """This stage's blocks of a round on x [B, T/tp, D]; the same for training and decoding. cache: {kind: array}, None
+    in training. Returns x; `RoutingStats`, of which the load is [blocks, E] and the rest is summed; and the cache."""
     L, arch = cfg.model.layers_per_block, architecture_of(cfg)
     S, blocks = lax.axis_size("pp"), blocks_of_stage(cfg)
 
-    def run_block(weights, x, scanned):
+    def run_block(x, scanned):
         i, cache = scanned
-        number = ((turn * S + lax.axis_index("pp")) * blocks + i) * L
-        index = (turn, i) if cfg.run.pp_interleave > 1 else (i,)
+        number = ((round * S + lax.axis_index("pp")) * blocks + i) * L  # of the block's first layer
+        block = (round, i)
         new_cache = {}
         if L > 1:
-            x, new_cache[arch.inner], weights = run_layers(
-                cfg,
-                arch.inner,
-                L - 1,
-                weights,
-                block=index,
-                first=number,
-                x=x,
-                tokens=tokens,
-                cache=cache.get(arch.inner),
+            x, new_cache[arch.inner] = run_layers(
+                cfg, arch.inner, L - 1, layers, block, number, x, tokens, cache.get(arch.inner)
             )
-        x, (load, new_cache[arch.last]), weights = run_layer(
-            cfg,
-            arch.last,
-            weights,
-            index,
-            number=number + L - 1,
-            x=x,
-            tokens=tokens,
-            cache=cache.get(arch.last),
+        x, (stats, new_cache[arch.last]) = run_layer(
+            cfg, arch.last, layers, block, number + L - 1, x, tokens, cache.get(arch.last)
         )
-        return x, (load, new_cache), weights
+        return x, (stats, new_cache)
 
     scanned = np.arange(blocks), cache or {}
-    unrolled = not has_loop(cfg)
-    x, (load, cache), weights = scan_layers(run_block, weights, x, scanned, unrolled)
-    load = load._replace(loss=load.loss.sum(), dropped=load.dropped.sum())
-    return x, (load, cache), weights
+    x, (stats, cache) = layers.scan(run_block, x, scanned, unrolled=not has_loop(cfg))
+    stats = stats._replace(balance_loss=stats.balance_loss.sum(), dropped=stats.dropped.sum())
+    return x, stats, cache
 
 
 # Layers that a program holds one after another. A loop would stack what each layer keeps for its backward pass, and a
@@ -501,39 +437,51 @@ def has_loop(cfg):
     return many or not runs_once(cfg)
 
 
-def run_layers(cfg, kind, n, weights, block, first, x, tokens, cache=None):
+def run_layers(cfg, kind, n, layers, block, first, x, tokens, cache=None):
     """n layers of one kind, without experts, on x [B, T/tp, D]: those at (*block, 0), (*block, 1), .. of their stack,
-    which are numbered from `first`. Returns x, the cache and the weights for what follows."""
+    which are numbered from `first`. Returns x and the cache."""
 
-    def run_next(own, x, scanned):
+    def run_next(x, scanned):
         i, cache = scanned
-        index, number = (*block, i), first + i
-        x, (_, cache), own = run_layer(cfg, kind, own, index, number, x, tokens, cache)
-        return x, cache, own
+        x, (_, cache) = run_layer(cfg, kind, layers, (*block, i), first + i, x, tokens, cache)
+        return x, cache
 
-    own = weights_of(weights, {kind})
     unrolled = n <= UNROLLED and (platform() != "cpu" or runs_once(cfg))
-    x, cache, own = scan_layers(run_next, own, x, (np.arange(n), cache), unrolled)
-    return x, cache, WithGrad(weights.value, weights.grad | own.grad)
+    return layers.scan(run_next, x, (np.arange(n), cache), unrolled)
 
 
-def recompute(cfg, kind, run):
-    """`run`, which runs a layer, with a backward pass that computes anew what --remat does not keep.
+def run_layer(cfg, kind, layers, index, number, x, tokens, cache=None):
+    """The layer at `index` of the stack of its kind; `number`: its own among all layers of the model, for dropout.
+    Returns x and what else the layer returns (`RoutingStats`, cache)."""
+    m = cfg.model
+    layer = architecture_of(cfg).layers[kind]
+    if tokens.key is not None:
+        tokens = tokens._replace(key=jax.random.fold_in(tokens.key, number))
 
-    What keeps XLA from doing both at once, and then keeping all, are jax's barriers around each layer; or, in blocks of
-    several layers, the loop over microbatches or blocks, since forward passes are one loop and backward passes another.
-    There barriers cost 2% of `moe1b`'s step by the TPU compiler. Around blocks of one layer they save 5% of
-    `deepseek-v3-671b`'s, whose gradients are added up in place so.
-    """
-    if cfg.model.remat == "none":
-        return run
-    in_block = cfg.model.layers_per_block > 1 and kind in architecture_of(cfg).stacks
-    barriers = platform() == "cpu" or not (has_loop(cfg) and in_block)
-    kept = [cfg.model.remat]  # by `checkpoint_name`
+    def run(p, x, cache):
+        if gathers_by_layer(cfg):
+            table, dtype = param_table(cfg)[kind], jnp.dtype(m.model_dtype)
+            p = gather(p, table, dtype, exchange=m.fsdp == "exchange")
+        x, aside = layer(p, x, tokens, m, cache)
+        if m.remat == "none" and platform() == "cpu":
+            x = xla_cpu.compute_once(x)
+        return x, aside
+
+    if m.remat == "none":
+        return layers.run(run, kind, index, x, cache)
+    recomputed = functools.partial(
+        jax.checkpoint, policy=remat_policy(cfg), prevent_cse=needs_barriers(cfg, kind)
+    )
+    return layers.run(run, kind, index, x, cache, recomputed=recomputed)
+
+
+def remat_policy(cfg):
+    """What a layer keeps for its backward pass, beside its input: arrays of the `checkpoint_name` that --remat gives,
+    and what the attention kernel returns."""
+    kept = [cfg.model.remat]
     if keeps_attention(cfg, platform()):
         kept.append("kernel")
-    policy = jax.checkpoint_policies.save_only_these_names(*kept)
-    return jax.checkpoint(run, prevent_cse=barriers, policy=policy)
+    return jax.checkpoint_policies.save_only_these_names(*kept)
 
 
 def keeps_attention(cfg, platform):
@@ -542,63 +490,59 @@ def keeps_attention(cfg, platform):
     return cfg.model.remat != "full" and (platform != "tpu" or runs_once(cfg))
 
 
-def run_layer(cfg, kind, weights, index, number, x, tokens, cache=None):
-    """The layer at `index` of the stack of its kind; `number`: its own among all layers of the model, for dropout.
-    Returns x, what else the layer returns (`Load`, cache), and the weights for what follows."""
-    m = cfg.model
-    layer = architecture_of(cfg).layers[kind]
-    if tokens.key is not None:
-        tokens = tokens._replace(key=jax.random.fold_in(tokens.key, number))
+def needs_barriers(cfg, kind):
+    """Whether jax puts barriers around a layer that is computed again in the backward pass.
 
-    @functools.partial(recompute, cfg, kind)
-    def run(stack, x, cache):
-        p, grad = take(stack, index)
-        if m.fsdp in ("full", "exchange"):
-            table, dtype = param_table(cfg)[kind], jnp.dtype(m.model_dtype)
-            gathered = gather(p, table, dtype, exchange=m.fsdp == "exchange")
-            p, _ = take(gathered, ())
-        x, aside = layer(p, x, tokens, m, cache)
-        if m.remat == "none" and platform() == "cpu":
-            # else XLA fuses the sums that make x into each of its uses, and computes them several times
-            x = lax.optimization_barrier(x)
-        return x, aside, grad
-
-    stack = WithGrad(weights.value[kind], weights.grad[kind])
-    x, aside, grad = run(stack, x, cache)
-    return x, aside, WithGrad(weights.value, weights.grad | {kind: grad})
+    Without them XLA would find the same operations in the forward pass, compute them once, and keep all of them. Where
+    the layer is inside a loop, the forward and the backward pass are two loops, which XLA does not merge: barriers are
+    not needed there, and cost 2% of `moe1b`'s step by the TPU compiler. But in blocks of one layer they save 5% of
+    `deepseek-v3-671b`'s step, whose gradients are then summed in place.
+    """
+    if platform() == "cpu":
+        return True
+    in_block = cfg.model.layers_per_block > 1 and kind in architecture_of(cfg).stacks
+    return not (in_block and has_loop(cfg))
 
 
-def layer_params(params, cfg):
-    """`WithGrad` of {kind: stack} of this device's layers. With --fsdp full they are as stored, in float32, and
-    each layer gathers its own; else they are gathered here, once."""
-    m = cfg.model
-    table, dtype = param_table(cfg), jnp.dtype(m.model_dtype)
-    if m.fsdp in ("full", "exchange"):
+def gathers_by_layer(cfg):
+    """Whether each layer gathers its own weights just before use, and not all of them once a batch."""
+    return cfg.model.fsdp in ("full", "exchange")
+
+
+def layer_weights(params, cfg):
+    """The `LayerWeights` of this device, [rounds, blocks, ...] of the layers in blocks. Where each layer gathers its
+    own they are as stored, in float32; else they are gathered here, once."""
+    arch = architecture_of(cfg)
+    table, dtype = param_table(cfg), jnp.dtype(cfg.model.model_dtype)
+    stacks = {kind: params[kind] for kind in arch.layers.keys() & params.keys()}
+    if cfg.run.pp_interleave == 1:  # param_table has no dim of rounds then
+        for kind in arch.stacks & stacks.keys():
+            stacks[kind] = jax.tree.map(lambda w: w[None], stacks[kind])
+    if gathers_by_layer(cfg):
         table = table_map(lambda p: p._replace(gather_dim="", expert=""), table)
         dtype = jnp.float32
-    kinds = architecture_of(cfg).layers.keys() & params.keys()
-    return gather({kind: params[kind] for kind in kinds}, table, dtype)
+    with jax.named_scope("gather_weights"):
+        return LayerWeights(stacks, table, dtype)
 
 
 def top_params(params, cfg):
     """The parameters outside layers, gathered: embedding, head, norm and what else `Architecture.embed` needs."""
     table, dtype = param_table(cfg), jnp.dtype(cfg.model.model_dtype)
     names = table.keys() - architecture_of(cfg).layers.keys()
-    gathered = gather({name: params[name] for name in names}, table, dtype)
-    top, _ = take(gathered, ())
+    top = gather({name: params[name] for name in names}, table, dtype)
     return {"head": top["embedding"], **top}
 
 
 def update_router_bias(cfg, params, load, n_tokens):
     """Auxiliary-loss-free balancing (arXiv:2408.15664, algorithm 1): each router bias, where routers have one, moves by
-    --bias_update_rate towards an even load. load [layers, E]: choices that fell on each expert in one training step of
-    n_tokens, dims as in param_table."""
+    --bias_update_rate towards an even load. load [.., E]: choices that fell on each expert of all layers in one
+    training step of n_tokens."""
     kind = architecture_of(cfg).last
     layers = params[kind]
     if "bias" not in layers:
         return params
     # Whole counts against a constant: an expert at the mean stays where it is, however the batch was cut.
     mean = n_tokens * cfg.model.experts_per_token / cfg.model.n_experts
-    below_mean = mean - load
+    below_mean = mean - load.reshape(layers["bias"].shape)
     bias = layers["bias"] + cfg.optimizer.bias_update_rate * jnp.sign(below_mean)
     return params | {kind: layers | {"bias": bias}}

@@ -1,7 +1,8 @@
 """DeepSeek-V3 (arXiv:2412.19437): parameters, layers, cache and costs.
 
-Letters of einsums, beside those of layers.py: r a latent's channels, with those of the rotary key where it has them;
-s tokens as keys.
+Letters of einsums, beside those of layers.py: r channels of a latent, with those of the rotary key where both lie in
+one array; s tokens as keys. Intermediate values have the papers' names: latents q_latent and kv_latent, and the parts
+of queries and keys with rotary positions, q_rope and k_rope, and without, q_nope and k_nope.
 """
 
 import jax
@@ -17,9 +18,9 @@ from architectures.layers import (
     BRANCHES,
     attention_kernel,
     dropout,
+    einsum,
     feed_forward,
     feed_forward_table,
-    product,
     project_heads,
     rms_norm,
     rotary_frequencies,
@@ -105,7 +106,7 @@ def rope_channels(m, routed):
 def attention_table(cfg, rope):
     """Multi-head latent attention with `rope` rotary channels."""
     m = cfg.model
-    D, H, K, V = m.model_dimension, m.n_head, m.key_dim, m.key_dim
+    D, H, K = m.model_dimension, m.n_head, m.key_dim
     Q, R = m.q_latent, m.latent_dim
     from_latent = Q or D  # queries come from x itself where they have no latent
 
@@ -120,8 +121,8 @@ def attention_table(cfg, rope):
         down=weight_param(cfg, down, std_into(D), "d -> r", parts=(Q, R, rope)),
         kv_norm=scale_param(r=R),
         q_up=up_param(from_latent, K + rope),
-        kv_up=up_param(R, K, V),
-        out=out_param(cfg, H, V, std_back(H * V, layers_of(m))),
+        kv_up=up_param(R, K, K),  # of keys, then of values
+        out=out_param(cfg, H, K, std_back(H * K, layers_of(m))),
     )
     if Q:
         table["q_norm"] = scale_param(r=Q)
@@ -156,59 +157,70 @@ def layer_table(cfg, routed):
 def attention(p, x, tokens, m, cache=None):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1), tensor-parallel over heads.
 
-    x [B, T/tp, D] -> [B, T/tp, D] and the cache [B, T_max, R + rope_dim] of normalized key/value latents and rotary
-    keys. Queries, keys and values are projected up from latents; only these are gathered over tp.
+    x [B, T/tp, D] -> [B, T/tp, D] and the cache [B, T_max, R + rope_dim] of `compressed_kv`. Queries, keys and values
+    are projected up from latents; only these are gathered over tp.
     """
-    q, kv = project_latents(p, x, tokens, m)
-    position = tokens.whole(q.shape[1])
+    q_latent, compressed_kv = compress(p, x, tokens, m)
+    position = tokens.whole(q_latent.shape[1])
     if cache is not None:
-        kv = cache = write_cache(cache, kv, position)
+        cache = write_cache(cache, compressed_kv, position)
+        compressed_kv = cache
     if m.latent_conv:
-        within = jnp.arange(kv.shape[1])[None]
-        if tokens.start is not None:
-            within = within - tokens.start
-        with jax.named_scope("short_conv"):
-            # Rotations commute with a factor that both channels of a pair have, and with no other: so scores depend on
-            # distances alone.
-            latent, pairs = jnp.split(p["conv"], (m.latent_dim,), -1)
-            weights = jnp.concatenate([latent, pairs, pairs], -1)  # [n, R + rope_dim]
-            kv = jnp.pad(kv, [(0, 0), (m.latent_conv, 0), (0, 0)])
-            kv = short_conv(kv, weights, within)
-    q = project_queries(q, p["q_up"], position, m)  # [B, H/tp, T, K + rope_dim]
-    k_up, v_up = jnp.split(p["kv_up"], (m.key_dim,), -1)  # [R, H/tp, K], [R, H/tp, V]
+        compressed_kv = convolve(compressed_kv, p["conv"], tokens.start, m)
+    q = project_queries(q_latent, p["q_up"], position, m)  # [B, H/tp, T, K + rope_dim]
+    k_up, v_up = jnp.split(p["kv_up"], (m.key_dim,), -1)  # both [R, H/tp, K]
     if cache is not None and q.shape[2] == 1:
-        out = attend_in_latent_space(q, kv, k_up, v_up, position, tokens.start)
+        out = attend_in_latent_space(q, compressed_kv, k_up, v_up, position, tokens.start)
     else:
-        v = product("bsr,rhv->bhsv", kv[..., : m.latent_dim], v_up)
+        k = project_keys(compressed_kv, k_up)  # [B, H/tp, T, K + rope_dim]
+        kv_latent = compressed_kv[..., : m.latent_dim]
+        v = einsum("bsr,rhk->bhsk", kv_latent, v_up)
         attend = attention_kernel(m, cache)
-        out = attend(q, project_keys(kv, k_up), v, position, tokens.start)
+        out = attend(q, k, v, position, tokens.start)
     return project_heads(out, p["out"], tokens, m), cache
 
 
-def project_latents(p, x, tokens, m):
-    """The inputs of the up-projections: x [B, T/tp, D] -> [B, T, Q or D] for queries, [B, T, R + rope_dim] for others.
-    Latents are normalized, the rotary key is rotated, and both are gathered over tp in one piece."""
+def compress(p, x, tokens, m):
+    """What attention projects up: x [B, T/tp, D] -> the latent of queries [B, T, Q], or x [B, T, D] where they have
+    none, and `compressed_kv` [B, T, R + rope_dim], the latent of keys and values beside the rotary key that all heads
+    share. Latents are normalized, the rotary key is rotated, and all are gathered over tp in one piece."""
     Q, R = m.q_latent, m.latent_dim
-    down = product("btd,dr->btr", x, p["down"])  # [B, T/tp, Q + R + rope_dim]
-    q, kv, k_rope = jnp.split(down, (Q, Q + R), -1)
-    latents = []
+    down = einsum("btd,dr->btr", x, p["down"])  # [B, T/tp, Q + R + rope_dim]
+    q_latent, kv_latent, k_rope = jnp.split(down, (Q, Q + R), -1)
+    kv_latent = rms_norm(kv_latent, p["kv_norm"], LATENT_NORM_EPS)
+    # layers without rotary positions have no channels here, and need no frequencies
+    frequencies = rotary_frequencies(m.rope_dim, m.rope_base)[: k_rope.shape[-1] // 2]
+    k_rope = rotate(k_rope, tokens.position, frequencies)
+    latents = [kv_latent, k_rope]
     if Q:
-        latents.append(rms_norm(q, p["q_norm"], LATENT_NORM_EPS))
-    latents.append(rms_norm(kv, p["kv_norm"], LATENT_NORM_EPS))
-    frequencies = rotary_frequencies(m.rope_dim, m.rope_base)
-    latents.append(rotate(k_rope, tokens.position, frequencies[: k_rope.shape[-1] // 2]))
-    latents = jnp.concatenate(latents, -1)
-    latents = gather_sequence(latents, tokens.split)  # [B, T, Q + R + rope_dim]
-    q = latents[..., :Q] if Q else gather_sequence(x, tokens.split)
-    return q, latents[..., Q:]
+        q_latent = rms_norm(q_latent, p["q_norm"], LATENT_NORM_EPS)
+        latents = [q_latent, *latents]
+    latents = gather_sequence(jnp.concatenate(latents, -1), tokens.split)
+    q_latent = latents[..., :Q] if Q else gather_sequence(x, tokens.split)
+    return q_latent, latents[..., Q:]
+
+
+@jax.named_scope("short_conv")
+def convolve(compressed_kv, weights, start, m):
+    """`short_conv` of compressed_kv [B, T, R + rope_dim] by weights [n, R + rope_dim/2].
+
+    Both channels of a rotated pair have one weight. Rotations commute with a factor that both have, and with no other:
+    so scores depend on distances alone."""
+    latent, pairs = jnp.split(weights, (m.latent_dim,), -1)
+    weights = jnp.concatenate([latent, pairs, pairs], -1)  # [n, R + rope_dim]
+    position = jnp.arange(compressed_kv.shape[1])[None]
+    if start is not None:
+        position = position - start
+    padded = jnp.pad(compressed_kv, [(0, 0), (m.latent_conv, 0), (0, 0)])
+    return short_conv(padded, weights, position)
 
 
 def short_conv(x, w, position):
     """Causal convolution of each channel over a few tokens, added to the token's own channels (H3, arXiv:2212.14052,
-    section 3.1, shift matrix): x [B, n + T, C] -> the last T tokens, [B, T, C].
+    section 3.1, shift matrix): x [B, n + T, channels] -> the last T tokens, [B, T, channels].
 
-    w [n, C], float32, weighs the token before, the one before that, and so on. position [B or 1, T] of each token in
-    its document: what is before the document's first token counts as 0.
+    w [n, channels], float32, weighs the token before, the one before that, and so on. position [B or 1, T] of each
+    token in its document: what is before the document's first token counts as 0.
     """
     n = len(w)
     y = x[:, n:].astype(jnp.float32)
@@ -219,44 +231,53 @@ def short_conv(x, w, position):
     return y.astype(x.dtype)
 
 
-def project_queries(x, w, position, m):
-    """Scaled queries [B, H/tp, T, K + rope_dim] of x [B, T, Q or D] by w [Q or D, H/tp, K + rope_dim]. A rotated
-    channel is its own product times cos, plus its partner's, from a second one, times sin."""
-    K, scale = m.key_dim, w.shape[-1] ** -0.5
-    if w.shape[-1] == K:  # no rotary channels
-        return product("btr,rhk->bhtk", x, w * scale)
-    a, b = jnp.split(w[..., K:], 2, -1)
+def project_queries(q_latent, q_up, position, m):
+    """Scaled queries [B, H/tp, T, K + rope_dim] of q_latent [B, T, Q or D] by q_up [Q or D, H/tp, K + rope_dim].
+
+    A rotated channel is its own value times cos plus its partner's times sin. Instead of moving channels to their
+    partners' places, which took 0.1 s of a step of 0.5 s of `moe1b` by the TPU compiler, a second product computes the
+    partners: its weight has the columns in these places.
+    """
+    K, scale = m.key_dim, q_up.shape[-1] ** -0.5
+    if q_up.shape[-1] == K:  # no rotary channels
+        return einsum("btr,rhk->bhtk", q_latent, q_up * scale)
+    a, b = jnp.split(q_up[..., K:], 2, -1)
     frequencies = np.tile(rotary_frequencies(m.rope_dim, m.rope_base), 2)
     angle = position[:, None, :, None] * frequencies  # [B or 1, 1, T, rope_dim]
-    sin = (jnp.sin(angle) * scale).astype(x.dtype)
-    cos = (jnp.cos(angle) * scale).astype(x.dtype)
-    partner = product("btr,rhk->bhtk", x, jnp.concatenate([-b, a], -1)) * sin
+    sin = (jnp.sin(angle) * scale).astype(q_latent.dtype)
+    cos = (jnp.cos(angle) * scale).astype(q_latent.dtype)
+    partner = einsum("btr,rhk->bhtk", q_latent, jnp.concatenate([-b, a], -1)) * sin
     unrotated = [(0, 0), (0, 0), (0, 0), (K, 0)]  # the K channels before the rotated ones
-    own = product("btr,rhk->bhtk", x, w) * jnp.pad(cos, unrotated, constant_values=scale)
+    own = einsum("btr,rhk->bhtk", q_latent, q_up) * jnp.pad(cos, unrotated, constant_values=scale)
     return own + jnp.pad(partner, unrotated)
 
 
-def project_keys(x, k_up):
-    """Keys [B, H/tp, T, K + rope_dim] of x [B, T, R + rope_dim], latents and the rotary key that all heads share, in
-    one product: the identity below k_up [R, H/tp, K] copies the rotary key to every head."""
+def project_keys(compressed_kv, k_up):
+    """Keys [B, H/tp, T, K + rope_dim] of compressed_kv [B, T, R + rope_dim], by k_up [R, H/tp, K].
+
+    All heads share the rotary key. The identity below k_up has the same product copy it to every head, so that its
+    gradient needs no sum over heads of its own.
+    """
     R, H, K = k_up.shape
-    rope = x.shape[-1] - R
-    identity = jnp.eye(rope, dtype=x.dtype)
+    rope = compressed_kv.shape[-1] - R
+    identity = jnp.eye(rope, dtype=compressed_kv.dtype)
     identity = jnp.pad(identity, ((0, 0), (K, 0)))[:, None]  # [rope_dim, 1, K + rope_dim]
     k_up = jnp.pad(k_up, ((0, 0), (0, 0), (0, rope)))
     identity = jnp.broadcast_to(identity, (rope, H, K + rope))
-    return product("bsr,rhk->bhsk", x, jnp.concatenate([k_up, identity]))
+    return einsum("bsr,rhk->bhsk", compressed_kv, jnp.concatenate([k_up, identity]))
 
 
-def attend_in_latent_space(q, kv, k_up, v_up, position, start):
-    """Attention of one query per sequence, q [B, H/tp, 1, K + rope_dim], to latents kv [B, T_max, R + rope_dim], which
-    costs less than keys of all positions (DeepSeek-V2, appendix C). Returns [B, H/tp, 1, V]."""
+def attend_in_latent_space(q, compressed_kv, k_up, v_up, position, start):
+    """Attention of one query per sequence, q [B, H/tp, 1, K + rope_dim], to compressed_kv [B, T_max, R + rope_dim],
+    which costs less than keys of all positions (DeepSeek-V2, appendix C). Returns [B, H/tp, 1, K]."""
     R, _, K = k_up.shape
-    in_latent = jnp.einsum("bhtk,rhk->bhtr", q[..., :K], k_up)
-    q = jnp.concatenate([in_latent, q[..., K:]], -1)  # [B, H/tp, 1, R + rope_dim]
-    kv = kv[:, None]  # one head, which all queries read
-    latents = kernels.attend(q, kv, kv[..., :R], position, start)
-    return jnp.einsum("bhtr,rhv->bhtv", latents, v_up)
+    q_nope, q_rope = jnp.split(q, (K,), -1)
+    q_nope = jnp.einsum("bhtk,rhk->bhtr", q_nope, k_up)  # q (W k) is (q W) k
+    q = jnp.concatenate([q_nope, q_rope], -1)  # [B, H/tp, 1, R + rope_dim]
+    k = compressed_kv[:, None]  # one head, which all queries read
+    kv_latent = k[..., :R]
+    latents = kernels.attend(q, k, kv_latent, position, start)
+    return jnp.einsum("bhtr,rhk->bhtk", latents, v_up)
 
 
 def sigmoid_router(p, x, m):
@@ -282,9 +303,9 @@ def keep_best_groups(wanted, m):
 
 
 def layer(p, x, tokens, m, cache):
-    """Attention, then a dense feed-forward or routed and shared experts, pre-norm. x [B, T/tp, D] -> x, (`Load`, None
-    where it is dense; cache)."""
-    load, routed = None, "router" in p
+    """Attention, then a dense feed-forward or routed and shared experts, pre-norm. x [B, T/tp, D] -> x and
+    (`RoutingStats`, None where it is dense; cache)."""
+    stats, routed = None, "router" in p
     with jax.named_scope("attention"):
         h = rms_norm(x, p["attention"]["norm"], m.norm_eps)
         out, cache = attention(p["attention"], h, tokens, m, cache)
@@ -292,13 +313,13 @@ def layer(p, x, tokens, m, cache):
     with jax.named_scope("experts" if routed else "feed_forward"):
         h = rms_norm(x, p["norm"], m.norm_eps)
         if routed:
-            out, load = routed_experts(p, h, m, tokens.split, sigmoid_router)
+            out, stats = routed_experts(p, h, m, tokens.split, sigmoid_router)
             if m.n_shared:
                 out = out + feed_forward(p["shared"], h, tokens, m)
         else:
             out = feed_forward(p["ffn"], h, tokens, m)
         x = x + dropout(out, m.dropout_rate, tokens, AFTER_FEED_FORWARD)
-    return x, (load, cache)
+    return x, (stats, cache)
 
 
 def embed(top, x, position):
@@ -320,7 +341,7 @@ def layer_cost(m, kind):
     """`LayerCost` of a kind of layer: attention as in DeepSeek-V2, arXiv:2405.04434, section 2.1; feed-forward as in
     arXiv:2002.05202."""
     D, R, Q = m.model_dimension, m.latent_dim, m.q_latent
-    K = V = m.key_dim
+    K = m.key_dim
     routed = kind == "moe"
     rope = rope_channels(m, routed)
     latents = Q + R + rope
@@ -332,16 +353,16 @@ def layer_cost(m, kind):
     # project_queries rotates by a second product, project_keys copies the rotary key by a larger one
     queries = (Q or D) * (K + 2 * rope)
     keys = (R + rope) * (K + rope)
-    values = R * V
-    out = V * D
+    values = R * K
+    out = K * D
 
     return LayerCost(
         own_weights=own_weights,
         head_weights=queries + keys + values + out,
         query_channels=K + rope,
-        value_channels=V,
+        value_channels=K,
         gathered=latents if Q else latents + D,
-        products=latents + m.n_head * (2 * K + 3 * rope + V),
+        products=latents + m.n_head * (3 * K + 3 * rope),
         branches=BRANCHES[m.activation],
         ffn_width=m.n_shared * m.expert_width if routed else m.ffn_width,
     )

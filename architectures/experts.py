@@ -1,7 +1,7 @@
 """Mixture of experts: routing into buckets, the experts, the load-balancing loss; on local shapes.
 
 Letters: n B x T/tp local tokens, k --experts_per_token, E experts, C capacity, D model, F feed-forward; of einsums:
-e experts, n senders of a bucket, c its slots, d D, f F, g branches.
+e experts, p devices that sent a bucket, c its slots, d D, f F, g branches.
 """
 
 import functools
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from architectures.layers import BRANCHES, Load, activate, product
+from architectures.layers import BRANCHES, RoutingStats, activate, einsum
 from architectures.parameters import weight_param
 from collectives import (
     EXPERT_AXES,
@@ -198,7 +198,7 @@ def sum_choices(out, at, k):
 
 
 def routed_experts(p, x, m, split, router):
-    """Mixture of routed experts on local tokens. x [B, T/tp, D] -> [B, T/tp, D] and `Load`.
+    """Mixture of routed experts on local tokens. x [B, T/tp, D] -> [B, T/tp, D] and `RoutingStats`.
 
     `router(p, x, m)`: float32 [n, D] -> scores [n, E], chosen experts [n, k] and their gates [n, k].
     """
@@ -209,7 +209,7 @@ def routed_experts(p, x, m, split, router):
         scores, chosen, gates = router(p, x.astype(jnp.float32), m)
     gates = gates.astype(x.dtype)
     hot = chosen[..., None] == jnp.arange(E)
-    tokens = hot.sum((0, 1))
+    load = hot.sum((0, 1))
 
     dropped = jnp.int32(0)
     if m.experts == "tiles":
@@ -219,12 +219,12 @@ def routed_experts(p, x, m, split, router):
 
     scores = scores.reshape(B, t, E)
     chosen = chosen.reshape(B, t, -1)
-    load = Load(
-        loss=balance_loss(scores, chosen, m, split),
-        tokens=tokens.astype(jnp.float32),
+    stats = RoutingStats(
+        balance_loss=balance_loss(scores, chosen, m, split),
+        load=load.astype(jnp.float32),
         dropped=dropped.astype(jnp.float32),
     )
-    return out.reshape(B, t, D), load
+    return out.reshape(B, t, D), stats
 
 
 def in_tiles(weights, x, chosen, gates, m):
@@ -299,10 +299,10 @@ def one_round(C, first, queues, x, gates, up, down):
     gates = take_gates(gates, at).reshape(E, C, 1)
 
     # 3. The experts.
-    h = activate(product("ensd,egdf->ensgf", buckets, up, kept_by="experts"))
+    h = activate(einsum("epcd,egdf->epcgf", buckets, up, kept_by="experts"))
     gates = to_experts(gates)  # [E/(dp tp), dp tp, C, 1]
-    h = jnp.einsum("ensf,ens->ensf", h, gates[..., 0])
-    out = product("ensf,edf->ensd", h, down, kept_by=None)
+    h = jnp.einsum("epcf,epc->epcf", h, gates[..., 0])
+    out = einsum("epcf,edf->epcd", h, down, kept_by=None)
 
     # 4. Outputs come back, and every token adds up those of its choices.
     out = from_experts(out).reshape(E * C, D)

@@ -13,9 +13,9 @@ from architectures.layers import (
     AFTER_FEED_FORWARD,
     attend_to_heads,
     dropout,
+    einsum,
     key_value_cache,
-    no_load,
-    product,
+    no_routing,
     rows_of,
     tensor_parallel,
 )
@@ -121,7 +121,7 @@ def attention(p, x, tokens, m, cache):
     x = gather_sequence(x, tokens.split)  # [B, T, D]
 
     def heads(part):  # [B, H/tp, T, K]; a product for each, since its gradient need not join them
-        h = product("btd,dhk->bhtk", x, p["qkv"][:, part]) + p["qkv_bias"][part, :, None]
+        h = einsum("btd,dhk->bhtk", x, p["qkv"][:, part]) + p["qkv_bias"][part, :, None]
         return h.astype(x.dtype)
 
     q, k, v = map(heads, range(3))
@@ -135,9 +135,9 @@ def feed_forward(p, x, tokens, m):
     """GELU feed-forward: x [B, T/tp, D] -> [B, T/tp, D]."""
 
     def mlp(x):
-        h = product("btd,df->btf", x, p["up"])  # [B, T, F/tp]
+        h = einsum("btd,df->btf", x, p["up"])  # [B, T, F/tp]
         h = gelu(h, p["up_bias"])
-        return product("btf,fd->btd", h, p["down"])
+        return einsum("btf,fd->btd", h, p["down"])
 
     out = tensor_parallel(mlp, x, tokens, m) + p["down_bias"]
     return out.astype(x.dtype)
@@ -165,7 +165,7 @@ gelu.defvjp(_gelu_forward, _gelu_backward)
 
 
 def gpt2_layer(p, x, tokens, m, cache=None):
-    """GPT-2's layer (its section 2.3), pre-norm. x [B, T/tp, D] -> x, (an empty `Load`, cache)."""
+    """GPT-2's layer (its section 2.3), pre-norm. x [B, T/tp, D] -> x, (empty `RoutingStats`, cache)."""
     with jax.named_scope("attention"):
         h = layer_norm(x, p["attention_norm"], m.norm_eps)
         out, cache = attention(p, h, tokens, m, cache)
@@ -174,7 +174,7 @@ def gpt2_layer(p, x, tokens, m, cache=None):
         h = layer_norm(x, p["norm"], m.norm_eps)
         out = feed_forward(p, h, tokens, m)
         x = x + dropout(out, m.dropout_rate, tokens, AFTER_FEED_FORWARD)
-    return x, (no_load(0), cache)
+    return x, (no_routing(0), cache)
 
 
 def embed(top, x, position):

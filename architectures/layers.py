@@ -1,9 +1,9 @@
 """What the layers of several architectures are made of, on the local shapes inside `shard_map`.
 
-Letters, also of einsums: b B batch, t T sequence, d D model, h H heads, k K head dim, v V value dim, f F feed-forward,
-g branches of a feed-forward, n devices of tp, E experts. A layer is a function `layer(p, x, tokens, m, cache)`:
+Letters, also of einsums: b B batch, t T sequence, d D model, h H heads, k K channels of a head, f F feed-forward,
+g branches of a feed-forward, E experts. A layer is a function `layer(p, x, tokens, m, cache)`:
 parameters, the residual [B, T/tp, D], `Tokens`, the flags of utils.Model, and the layer's cache or None. It returns the
-new residual, and a pair of `Load` (None for dense layers before a block's last) and the new cache.
+new residual, and a pair of `RoutingStats` (None for dense layers before a block's last) and the new cache.
 """
 
 import functools
@@ -17,7 +17,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 from architectures.parameters import is_param, split_over_tp, weight_param
 from collectives import (
-    WithGrad,
     exchange_heads,
     gather_sequence,
     gather_weight,
@@ -26,7 +25,7 @@ from collectives import (
     sum_over,
 )
 from kernels import attention as kernels
-from kernels import layouts
+from kernels import xla_cpu
 
 # Places in a model behind which channels are dropped; each draws differently.
 AFTER_ATTENTION, AFTER_FEED_FORWARD, AFTER_EMBEDDING = range(3)
@@ -54,69 +53,29 @@ class Tokens(NamedTuple):
         return self.position - self.start[:, self.position[0]]
 
 
-class Load(NamedTuple):
-    """What routing did, as sums over local tokens; adds up over microbatches, devices and steps."""
+class RoutingStats(NamedTuple):
+    """What a layer's router did, as sums over tokens; they add up over microbatches, devices and steps."""
 
-    loss: jax.Array  # [] load-balancing loss of this device's tokens, summed over sequences
-    tokens: jax.Array  # [E] choices that fell on each expert
+    balance_loss: jax.Array  # [] load-balancing loss, summed over sequences
+    load: jax.Array  # [E] choices that fell on each expert
     dropped: jax.Array  # [] choices that found their expert's bucket full
 
 
-def no_load(*shape):
-    """A `Load` of nothing, with tokens of the given shape [..., E]."""
-    return Load(jnp.float32(0), jnp.zeros(shape), jnp.float32(0))
+def no_routing(*shape):
+    """`RoutingStats` of no token, with a load of the given shape [..., E]."""
+    return RoutingStats(jnp.float32(0), jnp.zeros(shape), jnp.float32(0))
 
 
 @jax.named_scope("gather_weights")
 def gather(params, table, dtype, exchange=False):
-    """`WithGrad` of parameters, gathered over the axes that only store them; matrices in `dtype`, others in float32.
-    table: theirs, or a larger one; exchange: of `gather_weight`."""
+    """Parameters, gathered over the axes that only store them; matrices in `dtype`, others in float32. table: theirs,
+    or a larger one; exchange: of `gather_weight`."""
 
     def gather_one(p, w):
         return gather_weight(w, p, dtype if p.cast else jnp.float32, exchange)
 
     table = {name: table[name] for name in params}
-    gathered = jax.tree.map(gather_one, table, params, is_leaf=is_param)
-    values = jax.tree.map(lambda _, own: own.value, params, gathered)
-    grads = jax.tree.map(lambda _, own: own.grad, params, gathered)
-    return WithGrad(values, grads)
-
-
-@jax.custom_vjp
-def take(weights, index):
-    """The values of one layer, at `index` of a stack of `WithGrad` (() for all of it), and the stack's grad.
-
-    The caller carries that grad on to the next `take`. The transpose adds the layer's gradient to it at `index`, in
-    float32 and in place, where that of plain indexing would make a whole stack of zeros for every layer.
-
-    Example: a stack of two scalar layers w = [2, 3] in the loop
-
-        x, grad = 5, [0, 0]
-        for i in 0, 1:
-            p, grad = take(WithGrad(w, grad), i)
-            x = p * x                             # 10, then 30
-
-    Backward from dx = 1, the gradient that arrives at grad is [0, 0] after the loop, [0, 10] before layer 1, since its
-    input was 10, and [15, 10] before layer 0: the gradient of w. None arrives at w itself.
-    """
-    return jax.tree.map(lambda w: w[index], weights.value), weights.grad
-
-
-def _take_forward(weights, index):
-    return take(weights, index), index
-
-
-def _take_backward(index, gradients):
-    layer_grads, stack_grads = gradients
-
-    def add(stack_grad, layer_grad):
-        own = layer_grad.astype(jnp.float32)
-        return stack_grad.at[index].add(own)
-
-    return WithGrad(None, jax.tree.map(add, stack_grads, layer_grads)), None
-
-
-take.defvjp(_take_forward, _take_backward)
+    return jax.tree.map(gather_one, table, params, is_leaf=is_param)
 
 
 @jax.custom_vjp
@@ -147,38 +106,10 @@ def _rows_of_backward(kept, g):
 rows_of.defvjp(_rows_of_forward, _rows_of_backward)
 
 
-def product(spec, x, w, kept_by="dots"):
-    """`jnp.einsum(spec, x, w)` of activations x and a weight w; the --remat `kept_by`, if any, keeps it.
-
-    The transpose puts the smaller of x and the result's gradient first, since CPUs copy the first operand of a product.
-    """
-    y = _product(spec, x, w)
+def einsum(spec, x, w, kept_by="dots"):
+    """`jnp.einsum(spec, x, w)` of activations x and a weight w; the --remat `kept_by`, if any, keeps the result."""
+    y = xla_cpu.einsum(spec, x, w) if platform() == "cpu" else jnp.einsum(spec, x, w)
     return checkpoint_name(y, kept_by) if kept_by else y
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(spec, x, w):
-    return jnp.einsum(spec, x, w)
-
-
-def _product_forward(spec, x, w):
-    return _product(spec, x, w), (x, w)
-
-
-def _product_backward(spec, operands, g):
-    x, w = operands
-    x_dims, w_dims, g_dims = spec.replace("->", ",").split(",")
-    pairs = [(x_dims, x), (g_dims, g)]
-    (first, a), (second, b) = sorted(pairs, key=lambda pair: pair[1].size)
-    # as a plain matrix product has its dims: those of both operands, then the first's, then the second's
-    ordered = "".join(sorted(w_dims, key=lambda dim: (dim not in first, dim not in second)))
-    dw = layouts.einsum(f"{first},{second}->{ordered}", a, b)
-    dw = jnp.einsum(f"{ordered}->{w_dims}", dw)
-    dx = jnp.einsum(f"{g_dims},{w_dims}->{x_dims}", g, w)
-    return dx, dw
-
-
-_product.defvjp(_product_forward, _product_backward)
 
 
 # A function that is cheap to compute again keeps its inputs alone for the backward pass, also with --remat none: not
@@ -254,17 +185,7 @@ def attention_kernel(m, cache):
     """The kernel that --attention names; with a cache xla, the one for queries that are not as many as the keys."""
     name = m.attention if cache is None else "xla"
     kernel = kernels.ATTENTION[name].function
-    return in_float32(kernel) if platform() == "cpu" and cache is None else kernel
-
-
-def in_float32(kernel):
-    """`kernel` on float32 copies of its operands: CPUs are slow to add up gradients in bfloat16."""
-
-    def attend(q, k, v, *rest):
-        operands = [x.astype(jnp.float32) for x in (q, k, v)]
-        return kernel(*operands, *rest).astype(q.dtype)
-
-    return attend
+    return xla_cpu.in_float32(kernel) if platform() == "cpu" and cache is None else kernel
 
 
 def write_cache(cache, new, position):
@@ -292,17 +213,12 @@ def attend_to_heads(q, k, v, position, weight, tokens, m, cache):
 
 
 def project_heads(out, weight, tokens, m):
-    """Heads' outputs [B, H/tp, T, V] back into the residual [B, T/tp, D] by weight [H/tp, V, D], with ulysses
-    [H, V, D]."""
+    """Outputs of heads, [B, H/tp, T, K], back into the residual [B, T/tp, D], by weight [H/tp, K, D], with ulysses
+    [H, K, D]."""
     if m.sequence_parallel == "ulysses":
-        out = exchange_heads(out, tokens.split)  # [tp, B, H/tp, T/tp, V]
-        if out.size > weight.size:  # XLA copies what is reshaped here, or its gradient
-            weight = weight.reshape(len(out), -1, *weight.shape[1:])  # [tp, H/tp, V, D]
-            return product("nbhtv,nhvd->btd", out, weight)
-        out = jnp.moveaxis(out, 0, 1)  # [B, tp, H/tp, T/tp, V]
-        out = out.reshape(len(out), -1, *out.shape[3:])
-        return product("bhtv,hvd->btd", out, weight)
-    out = product("bhtv,hvd->btd", out, weight)  # [B, T, D], of own heads
+        out = exchange_heads(out, tokens.split)  # [B, H, T/tp, K]
+        return einsum("bhtk,hkd->btd", out, weight)
+    out = einsum("bhtk,hkd->btd", out, weight)  # [B, T, D], of own heads
     return scatter_sequence(out, tokens.split)
 
 
@@ -333,8 +249,8 @@ def feed_forward(p, x, tokens, m):
     """SwiGLU or GELU feed-forward without biases: x [B, T/tp, D] -> [B, T/tp, D]."""
 
     def mlp(x):
-        h = activate(product("btd,gdf->btgf", x, p["up"]))  # [B, T, F/tp]
-        return product("btf,df->btd", h, p["down"])
+        h = activate(einsum("btd,gdf->btgf", x, p["up"]))  # [B, T, F/tp]
+        return einsum("btf,df->btd", h, p["down"])
 
     return tensor_parallel(mlp, x, tokens, m)
 

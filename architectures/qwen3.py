@@ -18,11 +18,11 @@ from architectures.layers import (
     AFTER_FEED_FORWARD,
     attend_to_heads,
     dropout,
+    einsum,
     feed_forward,
     feed_forward_table,
     key_value_cache,
-    no_load,
-    product,
+    no_routing,
     rms_norm,
     rotary_frequencies,
     rotate,
@@ -121,9 +121,9 @@ def attention(p, x, tokens, m, cache, norm):
     """
     x = gather_sequence(x, tokens.split)  # [B, T, D]
     position = tokens.whole(x.shape[1])
-    q = product("btd,dhk->bhtk", x, p["q"])  # [B, H/tp, T, K]
-    k = product("btd,dhk->bhtk", x, p["kv"][:, 0])  # [B, H_kv/tp, T, K]
-    v = product("btd,dhk->bhtk", x, p["kv"][:, 1])
+    q = einsum("btd,dhk->bhtk", x, p["q"])  # [B, H/tp, T, K]
+    k = einsum("btd,dhk->bhtk", x, p["kv"][:, 0])  # [B, H_kv/tp, T, K]
+    v = einsum("btd,dhk->bhtk", x, p["kv"][:, 1])
 
     frequencies = rotary_frequencies(m.key_dim, m.rope_base)
     q = norm(q, p["q_norm"], m.norm_eps)
@@ -142,8 +142,8 @@ def softmax_router(p, x, m):
 
 def layer(p, x, tokens, m, cache, norm, router):
     """Grouped-query attention, then a dense feed-forward or routed experts, pre-norm. norm: of `HeadNorm`; router: of
-    `routed_experts`. x [B, T/tp, D] -> x, (`Load`, cache)."""
-    load = no_load(m.n_experts)
+    `routed_experts`. x [B, T/tp, D] -> x, (`RoutingStats`, cache)."""
+    stats = no_routing(m.n_experts)
     with jax.named_scope("attention"):
         h = rms_norm(x, p["attention_norm"], m.norm_eps)
         out, cache = attention(p, h, tokens, m, cache, norm)
@@ -151,11 +151,11 @@ def layer(p, x, tokens, m, cache, norm, router):
     with jax.named_scope("experts" if m.n_experts else "feed_forward"):
         h = rms_norm(x, p["norm"], m.norm_eps)
         if m.n_experts:
-            out, load = routed_experts(p, h, m, tokens.split, router)
+            out, stats = routed_experts(p, h, m, tokens.split, router)
         else:
             out = feed_forward(p["ffn"], h, tokens, m)
         x = x + dropout(out, m.dropout_rate, tokens, AFTER_FEED_FORWARD)
-    return x, (load, cache)
+    return x, (stats, cache)
 
 
 def layer_cost(m, kind):

@@ -31,9 +31,9 @@ def make_decode(cfg, mesh):
     def local_decode(params, ids, cache, offset, last):
         position = offset[:, None] + jnp.arange(ids.shape[1])
         top = model.top_params(params, cfg)
-        weights = model.layer_params(params, cfg)
+        layers = model.layer_weights(params, cfg)
         x, cache = embed(cfg, top, ids, position, cache)
-        x, cache = run_layers(cfg, weights, x, position, cache)
+        x, cache = run_layers(cfg, layers, x, position, cache)
         x = jnp.take_along_axis(x, last[:, None, None], 1)[:, 0]  # [B/dp, D]
         x = collectives.from_last_stage(x, everywhere=True)
         x = architecture_of(cfg).norm(x, top["norm"], m.norm_eps)
@@ -64,24 +64,24 @@ def embed(cfg, top, ids, position, cache):
     return arch.embed(top, top["embedding"][ids], position), cache
 
 
-def run_layers(cfg, weights, x, position, cache):
+def run_layers(cfg, layers, x, position, cache):
     """All layers on x [B, n, D]: --first_layers on every stage, then the blocks by the pipeline, as one microbatch.
     Returns x, which is meaningful on the last stage only, and the cache."""
     m, arch = cfg.model, architecture_of(cfg)
     tokens = Tokens(position, split=False)
     new = {}
     if m.first_layers:
-        x, new[arch.first], _ = model.run_layers(
-            cfg, arch.first, m.first_layers, weights, (), 0, x, tokens, cache[arch.first]
+        x, new[arch.first] = model.run_layers(
+            cfg, arch.first, m.first_layers, layers, (), 0, x, tokens, cache[arch.first]
         )
 
-    def run_turn(weights, x, cache, turn, microbatch, valid):
-        y, (_, new_cache), weights = model.run_stage(cfg, weights, x, tokens, cache)
+    def run_stage(x, cache, round, microbatch, valid):
+        y, _, new_cache = model.run_stage(cfg, layers, x, tokens, cache)
         keep = functools.partial(jnp.where, valid)
-        return y, jax.tree.map(keep, new_cache, cache), weights
+        return y, jax.tree.map(keep, new_cache, cache)
 
     of_blocks = {kind: cache[kind] for kind in cache.keys() & arch.stacks}
-    x, of_blocks = model.pipeline(run_turn, model.stacked(cfg, weights), x[None], of_blocks)
+    x, of_blocks = model.pipeline(run_stage, layers.scan, x[None], of_blocks)
     return x[0], cache | new | of_blocks
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels import layouts
+from kernels import xla_cpu
 
 # Rows in a tile. An expert's rows fill as many of the largest tiles as they can, since products of many rows are
 # faster; one tile more, some multiple of the smallest, takes the rest.
@@ -45,10 +45,10 @@ def at_even_load(n):
 def for_tiles(begin, end, expected, step, arrays, zeros):
     """Compute the rows from `begin` to `end` in tiles: rows 64 to 704 in one of 512 at 64 and one of 128 at 576.
 
-    `step(at, size, arrays)` computes a tile: `arrays` [R, ..] after it, and terms like `zeros`. Returns the arrays
+    `step(at, size, arrays)` computes a tile: `arrays` [rows, ..] after it, and terms like `zeros`. Returns the arrays
     after all tiles, and the terms' sums. `expected`: rows where the load is even.
     """
-    # never all R rows: such a tile is the same in every turn, so XLA computes it before the loop, even one of no turn
+    # never all rows: such a tile is the same in every turn, so XLA computes it before the loop, even one of no turn
     largest = min(LARGEST, len(arrays[0]) - SMALLEST)
     full, rest = divmod(end - begin, largest)
     even_full, even_rest = divmod(padded(expected), largest)
@@ -70,10 +70,10 @@ def for_tiles(begin, end, expected, step, arrays, zeros):
 def grouped_feed_forward(activate, expected, keep, rows, gates, up, down, begins):
     """Rows through the feed-forward of their experts: (gate x activate(row x up)) x down transposed.
 
-    rows [R, D]: those of expert e lie from begins[e] to begins[e + 1], multiples of SMALLEST; begins int32 [E + 1].
-    gates [R, 1]; up [E, g, D, F] and down [E, D, F]; activate [.., g, F] -> [.., F]; `expected` rows of each expert
+    rows [n, D]: those of expert e lie from begins[e] to begins[e + 1], multiples of SMALLEST; begins int32 [E + 1].
+    gates [n, 1]; up [E, g, D, F] and down [E, D, F]; activate [.., g, F] -> [.., F]; `expected` rows of each expert
     where the load is even; `keep`: whether the hidden channels are kept for the gradient, which else computes them
-    anew. Returns [R, D], zeros behind the last expert's rows. Gradients of the weights are summed in float32.
+    anew. Returns [n, D], zeros behind the last expert's rows. Gradients of the weights are summed in float32.
     """
     out, _ = _forward(activate, expected, False, rows, gates, up, down, begins)
     return out
@@ -121,8 +121,8 @@ def _backward(activate, expected, keep, kept, d_out):
             weighed, transpose = jax.vjp(weigh, h, tile_of(gates, at, size))
             d_h, d_gate = transpose(d @ down)
             d_x = jnp.einsum("nf,df->nd", d_h, up)
-            d_up = layouts.einsum("nd,nf->df", x, d_h, jnp.float32)
-            d_down = layouts.einsum("nd,nf->df", d, weighed, jnp.float32)
+            d_up = xla_cpu.einsum_laid_out("nd,nf->df", x, d_h, jnp.float32)
+            d_down = xla_cpu.einsum_laid_out("nd,nf->df", d, weighed, jnp.float32)
             return (put_tile(d_rows, d_x, at), put_tile(d_gates, d_gate, at)), (d_up, d_down)
 
         zeros = jnp.zeros(up.shape, jnp.float32), jnp.zeros(down.shape, jnp.float32)

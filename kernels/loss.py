@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels import layouts
+from kernels import xla_cpu
 
 # Number of tokens in a chunk, by platform. On a CPU the logits of a chunk should fit in its cache. On an accelerator a
 # chunk should be large enough to keep the matrix units busy.
@@ -109,7 +109,7 @@ def _cross_entropy_forward(x, embedding, targets, vocab_size, chunk):
         d_logits = exp * (counts / norm) - one_hot  # softmax minus one-hot
         d_logits = d_logits.astype(x.dtype)
         d_embedding += jnp.einsum("vn,nd->vd", d_logits, x, preferred_element_type=jnp.float32)
-        dx = layouts.einsum("vd,vn->dn", embedding, d_logits)
+        dx = xla_cpu.einsum_laid_out("vd,vn->dn", embedding, d_logits)
         return (total, d_embedding), dx
 
     start = jnp.float32(0), jnp.zeros((V, D), jnp.float32)

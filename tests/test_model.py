@@ -19,7 +19,7 @@ import utils
 from architectures import architecture, deepseek, experts, layers, qwen3
 from config import presets, settle
 from inference import decoding
-from kernels import attention, grouped, layouts, loss
+from kernels import attention, grouped, loss, xla_cpu
 from training.device_mesh import make_mesh
 from training.evaluation import make_evaluate
 from training.optimizer import make_optimizer
@@ -107,7 +107,7 @@ def test_choices_beyond_the_capacity_are_dropped(capacity_factor, k, monkeypatch
     x = rng.standard_normal((2, 16, m.model_dimension), np.float32)
     router = deepseek.sigmoid_router
     route = on_mesh(cfg, lambda x: experts.routed_experts(p, x, m, True, router), (P(),), P())
-    out, load = route(x)
+    out, stats = route(x)
 
     scores, chosen, gates = map(np.array, plain_model.route(p, x, m))
     wanted = np.where(chosen, scores + p["bias"], -np.inf)
@@ -121,7 +121,7 @@ def test_choices_beyond_the_capacity_are_dropped(capacity_factor, k, monkeypatch
     monkeypatch.setattr(plain_model, "route", lambda *_: (scores, chosen, gates))
     theirs, *_ = plain_model.mixture_of_experts(p, x, m)
     assert np.abs(out - theirs).max() < 1e-5 * np.abs(theirs).max()
-    assert load.dropped == 32 * k - (gates > 0).sum() > 0
+    assert stats.dropped == 32 * k - (gates > 0).sum() > 0
 
 
 @pytest.mark.parametrize("branches", [1, 2])
@@ -177,7 +177,7 @@ def test_grouped_products_equal_a_product_for_each_row(branches, counts):
 
 @pytest.mark.parametrize(
     "spec, shape",
-    [("ensf,ensd->efd", (2, 3, 5, 4)), ("nbhtv,btd->nhvd", (2, 3, 4, 5, 6)), ("vd,vn->dn", (5, 4))],
+    [("epcf,epcd->efd", (2, 3, 5, 4)), ("nbhtv,btd->nhvd", (2, 3, 4, 5, 6)), ("vd,vn->dn", (5, 4))],
 )
 @pytest.mark.parametrize("dtype", [None, jnp.float32])
 def test_a_product_with_its_operand_laid_out_is_the_product(spec, shape, dtype):
@@ -188,7 +188,7 @@ def test_a_product_with_its_operand_laid_out_is_the_product(spec, shape, dtype):
         rng.standard_normal([sizes[dim] for dim in dims]).astype(jnp.bfloat16)
         for dims in spec.split("->")[0].split(",")
     ]
-    ours = jax.jit(functools.partial(layouts.einsum, spec, dtype=dtype))(*operands)
+    ours = jax.jit(functools.partial(xla_cpu.einsum_laid_out, spec, dtype=dtype))(*operands)
     exact = np.einsum(spec, *[np.float64(operand) for operand in operands])
     assert ours.dtype == (dtype or jnp.bfloat16)
     rounding = 1e-5 if dtype else 2**-7
@@ -267,8 +267,8 @@ def test_cross_entropy_and_its_gradient():
 def test_a_batch_of_more_choices_than_int32_counts():
     cfg = small_config()
     shape = 1, 2**25, 32  # 2**30 tokens, each of which makes two choices in every block
-    load = layers.no_load(4, cfg.model.n_experts)._replace(dropped=jnp.float32(2**32))
-    reduce = functools.partial(model.reduce_loss, cfg, shape, jnp.float32(0), load)
+    stats = layers.no_routing(4, cfg.model.n_experts)._replace(dropped=jnp.float32(2**32))
+    reduce = functools.partial(model.reduce_loss, cfg, shape, jnp.float32(0), stats)
     _, seen = on_mesh(cfg, reduce, (), P())()
     choices = 2**30 * cfg.model.experts_per_token * cfg.model.blocks
     assert seen.dropped == 2**32 / choices

@@ -19,9 +19,10 @@ from test_parity import (
     on_one_device,
 )
 
+import collectives
 import model
 import plain_model
-from architectures import parameters
+from architectures import layers, parameters
 from training.device_mesh import make_mesh
 
 
@@ -140,7 +141,9 @@ def test_every_token_chooses_one_expert(experts):
     ids=mesh_id,
 )
 def test_what_accelerators_do_otherwise(mesh, flags, monkeypatch):
-    """Layers of a block one after another, recomputed without barriers, gradients scattered by an all-to-all."""
-    monkeypatch.setattr(model, "platform", lambda: "tpu")
+    """Layers of a block one after another, recomputed without barriers, plain products, weights gathered as the TPU
+    compiler needs it, gradients scattered by an all-to-all."""
+    for module in (model, layers, collectives):
+        monkeypatch.setattr(module, "platform", lambda: "tpu")
     monkeypatch.setattr(model, "choose_fsdp", lambda *_: "exchange")
     assert_plain(mesh, sharded=loss_and_gradients.__wrapped__, **flags)

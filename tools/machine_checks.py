@@ -161,7 +161,7 @@ def list_collectives(n):
         scatter_tokens=(EXPERT_AXES, scatter(0), 2 * n),
         to_experts=(EXPERT_AXES, lambda x: np.split(x.swapaxes(0, 1), n)),
         from_experts=(EXPERT_AXES, lambda x: x),  # there and back
-        exchange_heads=(tp, lambda x: np.split(x[:, None], n, 3), True),
+        exchange_heads=(tp, lambda x: np.split(np.concatenate(x)[None], n, 2), True),
         to_owners=(dp, lambda x: np.split(np.concatenate(x, 1), n), dp, (), (), 1),
         from_owners=(dp, lambda x: np.split(np.concatenate(x), n, 1), dp, (), (), 1),
         next_stage=(pp, lambda x: np.roll(x, 1, 0)),
