@@ -531,18 +531,3 @@ def top_params(params, cfg):
     names = table.keys() - architecture_of(cfg).layers.keys()
     top = gather({name: params[name] for name in names}, table, dtype)
     return {"head": top["embedding"], **top}
-
-
-def update_router_bias(cfg, params, load, n_tokens):
-    """Auxiliary-loss-free balancing (arXiv:2408.15664, algorithm 1): each router bias, where routers have one, moves by
-    --bias_update_rate towards an even load. load [.., E]: choices that fell on each expert of all layers in one
-    training step of n_tokens."""
-    kind = architecture_of(cfg).last
-    layers = params[kind]
-    if "bias" not in layers:
-        return params
-    # Whole counts against a constant: an expert at the mean stays where it is, however the batch was cut.
-    mean = n_tokens * cfg.model.experts_per_token / cfg.model.n_experts
-    below_mean = mean - load.reshape(layers["bias"].shape)
-    bias = layers["bias"] + cfg.optimizer.bias_update_rate * jnp.sign(below_mean)
-    return params | {kind: layers | {"bias": bias}}

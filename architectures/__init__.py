@@ -46,9 +46,11 @@ class Architecture(NamedTuple):
     learns_positions: bool = False  # whether its weights fix T
     # flags of the model -> n: `embed` also gets the rows of the n tokens before those that it embeds, [B, n + T, D]
     lookback: Callable = lambda m: 0
-    like: str = (
-        ""  # another architecture, as which its models are published but for what `published` says
-    )
+    # (cfg, parameters, choices of each expert [.., E], tokens) of a training step -> parameters, of which some moved
+    # without a gradient
+    after_step: Callable = lambda cfg, params, load, n_tokens: params
+    # another architecture, as which its models are published but for what `published` says
+    like: str = ""
     published: dict = {}  # facts of its published models, which hf/ reads
 
     @property

@@ -368,6 +368,17 @@ def layer_cost(m, kind):
     )
 
 
+def update_router_bias(cfg, params, load, n_tokens):
+    """Auxiliary-loss-free balancing (arXiv:2408.15664, algorithm 1): each router bias moves by --bias_update_rate
+    towards an even load. load [.., E]: choices that fell on each expert of all layers in one step of n_tokens."""
+    layers = params["moe"]
+    # Whole counts against a constant: an expert at the mean stays where it is, however the batch was cut.
+    mean = n_tokens * cfg.model.experts_per_token / cfg.model.n_experts
+    below_mean = mean - load.reshape(layers["bias"].shape)
+    bias = layers["bias"] + cfg.optimizer.bias_update_rate * jnp.sign(below_mean)
+    return params | {"moe": layers | {"bias": bias}}
+
+
 ARCHITECTURE = Architecture(
     table=deepseek_table,
     layers=dict(first=layer, dense=layer, moe=layer),
@@ -379,6 +390,7 @@ ARCHITECTURE = Architecture(
     cache=latent_cache,
     lookback=lambda m: m.embedding_conv,
     layer_cost=layer_cost,
+    after_step=update_router_bias,
     flags=FLAGS,
     check=check_flags,
 )

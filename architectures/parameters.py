@@ -23,9 +23,7 @@ class Param(NamedTuple):
     spec: P
     std: float  # standard deviation of its normal initialization
     start: float = 0.0  # mean of its initialization
-    gather_dim: str = (
-        ""  # dim along which it is stored in parts, which are gathered before use; "": none
-    )
+    gather_dim: str = ""  # dim along which it is stored in parts, gathered before use; "": none
     gather_axes: tuple = ()  # mesh axes over which these parts lie
     expert: str = ""  # dim of experts, of which a device uses one; "": none
     cast: bool = False  # used in model_dtype and decayed; otherwise float32 and not decayed

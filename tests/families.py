@@ -18,11 +18,8 @@ class Family(NamedTuple):
     small: dict  # flags of a model that compiles in seconds, on top of conftest.SMALL
     # {name: flags on top of `small`} in which transformers must have the same logits and gradients; all sizes are odd
     sizes: dict = {}
-    plan_mesh: tuple = (
-        1,
-        2,
-        4,
-    )  # (dp, pp, tp) on which the plan's formulas are compared with what XLA compiles
+    # (dp, pp, tp) on which the plan's formulas are compared with what XLA compiles
+    plan_mesh: tuple = (1, 2, 4)
     plan: dict = {}  # flags of that comparison, on top of `small`
     spellings: tuple = ()  # entries of config.json that leave the model the same, beside those of all families
 

@@ -225,7 +225,7 @@ def test_whole_counts_decide_where_router_biases_move(n_batches):
     params, key = {"moe": {"bias": jnp.zeros((layers, E))}}, jax.random.key_data(jax.random.key(0))
     state, tokens = TrainState(params, None, jnp.int32(0), key), tokens.astype(np.int32)
     (_, seen), _ = jax.jit(functools.partial(accumulate_gradient, gradient))(state, tokens, tokens)
-    after = model.update_router_bias(cfg, params, seen.load, tokens.size)["moe"]["bias"]
+    after = deepseek.update_router_bias(cfg, params, seen.load, tokens.size)["moe"]["bias"]
     total, mean = counts.sum(0), n_batches * choices // E
     assert (total == mean).sum() > 20
     assert np.allclose(after, 5e-3 * np.sign(mean - total))

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import collectives
 import model
 import utils
+from architectures import architecture_of
 from training.optimizer import HYPERPARAMETERS, learning_rate, make_optimizer
 from training.sizes import batch_shape
 from training.train_state import TrainState
@@ -31,6 +32,8 @@ def make_train_step(cfg, mesh):
     clock of the learning rate.
     """
 
+    arch = architecture_of(cfg)
+
     def train_step(state, tokens, targets, numbers):
         now = utils.replace(cfg, **numbers)
         gradient = jax.value_and_grad(model.make_loss(now, mesh, train=True), has_aux=True)
@@ -42,7 +45,7 @@ def make_train_step(cfg, mesh):
         with jax.named_scope("optimizer"):
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params, rate=rate)
             params = optax.apply_updates(state.params, updates)
-            params = model.update_router_bias(now, params, seen.load, tokens.size)
+            params = arch.after_step(now, params, seen.load, tokens.size)
             norm = optax.tree.norm(grads)
             sound = jnp.isfinite(loss) & jnp.isfinite(norm)
             before = state.params, state.opt_state
