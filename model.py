@@ -35,14 +35,12 @@ from jax.sharding import PartitionSpec as P
 
 import utils
 from architectures import architecture_of
-from architectures.experts import choose_transport
+from architectures.experts import RoutingStats, choose_transport, no_routing
 from architectures.layers import (
     AFTER_EMBEDDING,
-    RoutingStats,
     Tokens,
     dropout,
     gather,
-    no_routing,
     rows_of,
 )
 from architectures.parameters import is_param, table_map
@@ -119,8 +117,10 @@ class Metrics(NamedTuple):
 
     cross_entropy: jax.Array  # [] nats per token
     load_loss: jax.Array  # [] load-balancing loss, summed over layers, mean over sequences
-    load: jax.Array  # [rounds, blocks in a round, E] choices that fell on each expert
     dropped: jax.Array  # [] share of the choices that found their expert's bucket full
+    measured: (
+        dict  # {name: [rounds, blocks in a round, ...]} of `experts.measure`, summed over the batch
+    )
 
 
 def make_loss(cfg, mesh, train):
@@ -136,7 +136,7 @@ def make_loss(cfg, mesh, train):
         functools.partial(local_loss, cfg, train),
         mesh=mesh,
         in_specs=(param_specs(cfg), spec, spec, P(), P()),
-        out_specs=(P(), Metrics(P(), P(), load=P(None, "pp"), dropped=P())),
+        out_specs=(P(), Metrics(P(), P(), P(), measured=P(None, "pp"))),
         check_vma=False,
     )
 
@@ -170,8 +170,8 @@ def reduce_loss(cfg, shape, cross_entropy, stats):
     return loss, Metrics(
         cross_entropy=sum_over(cross_entropy, AXES),
         load_loss=sum_over(balance, AXES),
-        load=sum_over(stats.load, EXPERT_AXES),
         dropped=sum_over(stats.dropped, AXES) / float(max(1, choices)),
+        measured=sum_over(stats.measured, EXPERT_AXES),
     )
 
 
@@ -335,21 +335,25 @@ def embed(cfg, top, layers, batch):
 
 def run_blocks(cfg, layers, x, batch):
     """All blocks by the pipeline, x [M, B/dp, T/tp, D] -> x, which is meaningful on the last stage only, and this
-    stage's `RoutingStats`, of which the load is [rounds, blocks, E] and the rest is summed over layers."""
+    stage's `RoutingStats`, measured in [rounds, blocks, ...] and else summed over layers."""
     m, rounds = cfg.model, cfg.run.pp_interleave
 
     def run_round(x, total, round, microbatch, valid):
         tokens = batch.tokens(microbatch)
         y, stats, _ = run_stage(cfg, layers, x, tokens, round=round)
         stats = jax.tree.map(lambda n: jnp.where(valid, n, 0), stats)
+
+        def add_round(total, of_round):
+            return total.at[round].add(of_round)
+
         total = RoutingStats(
             balance_loss=total.balance_loss + stats.balance_loss,
-            load=total.load.at[round].add(stats.load),
             dropped=total.dropped + stats.dropped,
+            measured=jax.tree.map(add_round, total.measured, stats.measured),
         )
         return y, total
 
-    stats = no_routing(rounds, blocks_of_stage(cfg), m.n_experts)
+    stats = no_routing(m, rounds, blocks_of_stage(cfg))
     return pipeline(run_round, layers.scan, x, stats, rounds)
 
 
@@ -401,7 +405,7 @@ def blocks_of_stage(cfg):
 
 def run_stage(cfg, layers, x, tokens, cache=None, round=0):
     """This stage's blocks of a round on x [B, T/tp, D]; the same for training and decoding. cache: {kind: array}, None
-    in training. Returns x; `RoutingStats`, of which the load is [blocks, E] and the rest is summed; and the cache."""
+    in training. Returns x; `RoutingStats`, measured in [blocks, ...] and else summed; and the cache."""
     L, arch = cfg.model.layers_per_block, architecture_of(cfg)
     S, blocks = lax.axis_size("pp"), blocks_of_stage(cfg)
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from architectures.layers import BRANCHES, RoutingStats, activate, einsum
+from architectures.layers import BRANCHES, activate, einsum
 from architectures.parameters import weight_param
 from collectives import (
     EXPERT_AXES,
@@ -29,6 +29,34 @@ from kernels.grouped import at_even_load, group_begins, grouped_feed_forward, ro
 
 # Slots of a bucket of dropless experts in the first round and in each further one, in multiples of the mean load
 FIRST_ROUND, FURTHER_ROUND = 1.25, 0.25
+
+
+class RoutingStats(NamedTuple):
+    """What a layer's router did, as sums over tokens; they add up over microbatches, devices and steps."""
+
+    balance_loss: jax.Array  # [] load-balancing loss, summed over sequences
+    dropped: jax.Array  # [] choices that found their expert's bucket full
+    measured: dict  # of `measure`
+
+
+def measure(scores, chosen):
+    """What is logged of each layer's router: {name: [n] or [n, ...]} of n tokens, float32 or int.
+
+    It is summed over the tokens of a step. `load`, how many of a token's choices fell on each expert, also moves the
+    routers' biases. Whatever else is added here is logged as router/NAME_LAYER, the mean over tokens.
+    scores [n, E], chosen [n, k].
+    """
+    hot = chosen[..., None] == jnp.arange(scores.shape[-1])
+    return dict(load=hot.sum(1))
+
+
+def no_routing(m, *leading):
+    """`RoutingStats` of no token; `measured` has the dims `leading` before its own."""
+    scores = jax.ShapeDtypeStruct((1, m.n_experts), jnp.float32)
+    chosen = jax.ShapeDtypeStruct((1, m.experts_per_token), jnp.int32)
+    of_a_token = jax.eval_shape(measure, scores, chosen)
+    measured = {name: jnp.zeros((*leading, *x.shape[1:])) for name, x in of_a_token.items()}
+    return RoutingStats(jnp.float32(0), jnp.float32(0), measured)
 
 
 def experts_table(cfg, up_std, down_std):
@@ -208,8 +236,8 @@ def routed_experts(p, x, m, split, router):
     with jax.named_scope("route"):
         scores, chosen, gates = router(p, x.astype(jnp.float32), m)
     gates = gates.astype(x.dtype)
-    hot = chosen[..., None] == jnp.arange(E)
-    load = hot.sum((0, 1))
+    of_tokens = measure(scores, chosen)
+    measured = {name: x.sum(0).astype(jnp.float32) for name, x in of_tokens.items()}
 
     dropped = jnp.int32(0)
     if m.experts == "tiles":
@@ -221,8 +249,8 @@ def routed_experts(p, x, m, split, router):
     chosen = chosen.reshape(B, t, -1)
     stats = RoutingStats(
         balance_loss=balance_loss(scores, chosen, m, split),
-        load=load.astype(jnp.float32),
         dropped=dropped.astype(jnp.float32),
+        measured=lax.stop_gradient(measured),
     )
     return out.reshape(B, t, D), stats
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from architectures import Architecture, LayerCost
+from architectures.experts import no_routing
 from architectures.layers import (
     AFTER_ATTENTION,
     AFTER_FEED_FORWARD,
@@ -15,7 +16,6 @@ from architectures.layers import (
     dropout,
     einsum,
     key_value_cache,
-    no_routing,
     rows_of,
     tensor_parallel,
 )
@@ -174,7 +174,7 @@ def gpt2_layer(p, x, tokens, m, cache=None):
         h = layer_norm(x, p["norm"], m.norm_eps)
         out = feed_forward(p, h, tokens, m)
         x = x + dropout(out, m.dropout_rate, tokens, AFTER_FEED_FORWARD)
-    return x, (no_routing(0), cache)
+    return x, (no_routing(m), cache)
 
 
 def embed(top, x, position):

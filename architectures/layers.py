@@ -53,19 +53,6 @@ class Tokens(NamedTuple):
         return self.position - self.start[:, self.position[0]]
 
 
-class RoutingStats(NamedTuple):
-    """What a layer's router did, as sums over tokens; they add up over microbatches, devices and steps."""
-
-    balance_loss: jax.Array  # [] load-balancing loss, summed over sequences
-    load: jax.Array  # [E] choices that fell on each expert
-    dropped: jax.Array  # [] choices that found their expert's bucket full
-
-
-def no_routing(*shape):
-    """`RoutingStats` of no token, with a load of the given shape [..., E]."""
-    return RoutingStats(jnp.float32(0), jnp.zeros(shape), jnp.float32(0))
-
-
 @jax.named_scope("gather_weights")
 def gather(params, table, dtype, exchange=False):
     """Parameters, gathered over the axes that only store them; matrices in `dtype`, others in float32. table: theirs,

@@ -12,7 +12,13 @@ import jax
 from jax import lax
 
 from architectures import Architecture, LayerCost
-from architectures.experts import choose_experts, experts_table, routed_experts, router_logits
+from architectures.experts import (
+    choose_experts,
+    experts_table,
+    no_routing,
+    routed_experts,
+    router_logits,
+)
 from architectures.layers import (
     AFTER_ATTENTION,
     AFTER_FEED_FORWARD,
@@ -22,7 +28,6 @@ from architectures.layers import (
     feed_forward,
     feed_forward_table,
     key_value_cache,
-    no_routing,
     rms_norm,
     rotary_frequencies,
     rotate,
@@ -143,7 +148,7 @@ def softmax_router(p, x, m):
 def layer(p, x, tokens, m, cache, norm, router):
     """Grouped-query attention, then a dense feed-forward or routed experts, pre-norm. norm: of `HeadNorm`; router: of
     `routed_experts`. x [B, T/tp, D] -> x, (`RoutingStats`, cache)."""
-    stats = no_routing(m.n_experts)
+    stats = no_routing(m)
     with jax.named_scope("attention"):
         h = rms_norm(x, p["attention_norm"], m.norm_eps)
         out, cache = attention(p, h, tokens, m, cache, norm)

@@ -24,7 +24,7 @@ from training.device_mesh import make_mesh
 from training.evaluation import make_evaluate
 from training.optimizer import make_optimizer
 from training.train_state import TrainState, abstract_params
-from training.train_step import accumulate_gradient
+from training.train_step import accumulate_gradient, as_row
 
 
 def on_mesh(cfg, f, in_specs, out_specs):
@@ -195,6 +195,28 @@ def test_a_product_with_its_operand_laid_out_is_the_product(spec, shape, dtype):
     assert np.allclose(ours.astype(np.float32), exact, rtol=rounding, atol=rounding)
 
 
+def test_what_is_measured_of_routers_is_logged_for_each_layer_alike_on_every_mesh(monkeypatch):
+    """One line in `measure`; mesh, rounds, microbatches and accumulation do not show."""
+    load_alone = experts.measure
+
+    def measure(scores, chosen):
+        shares = scores / scores.sum(-1, keepdims=True)
+        entropy = -(shares * jnp.log(shares)).sum(-1)
+        return load_alone(scores, chosen) | dict(entropy=entropy)
+
+    monkeypatch.setattr(experts, "measure", measure)
+    logged = []
+    for mesh, flags in [((1, 1, 1), {}), ((2, 2, 2), dict(pp_interleave=2, microbatches=2))]:
+        cfg = small_config(mesh, **dict(blocks=4, layers_per_block=1) | flags)
+        _, [metrics] = steps_of(cfg, [0])
+        logged.append(as_row(metrics))
+    one, eight = logged
+    values = [one[f"router/entropy_{layer}"] for layer in range(4)]
+    assert 0 < min(values) < max(values) < math.log(cfg.model.n_experts)
+    for name, value in one.items():
+        assert eight[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+
+
 def test_router_biases_move_towards_an_even_load():
     """In one step, in which nothing else moves."""
     flags = dict(blocks=1, layers_per_block=1, bias_update_rate=5e-3, sequences=8)
@@ -203,7 +225,7 @@ def test_router_biases_move_towards_an_even_load():
     batch = (part[0] for part in batch_of(cfg, mesh))
     compute = jax.jit(model.make_loss(cfg, mesh, train=True))
     _, seen = compute(make_params(cfg, mesh), *batch, jax.random.key(0), 0)
-    after, load = steps_of(cfg, [0])[0].params, np.asarray(seen.load)
+    after, load = steps_of(cfg, [0])[0].params, np.asarray(seen.measured["load"])
     assert load.std() > 0
     assert np.allclose(after["moe"]["bias"], 5e-3 * np.sign(load.mean(-1, keepdims=True) - load))
 
@@ -220,12 +242,14 @@ def test_whole_counts_decide_where_router_biases_move(n_batches):
 
     def gradient(params, tokens, *_):
         load = jnp.asarray(counts)[tokens[0, 0, 0]]
-        return (jnp.float32(0), model.Metrics(*jnp.zeros(2), load, jnp.float32(0))), params
+        return (jnp.float32(0), model.Metrics(*jnp.zeros(3), dict(load=load))), params
 
     params, key = {"moe": {"bias": jnp.zeros((layers, E))}}, jax.random.key_data(jax.random.key(0))
     state, tokens = TrainState(params, None, jnp.int32(0), key), tokens.astype(np.int32)
     (_, seen), _ = jax.jit(functools.partial(accumulate_gradient, gradient))(state, tokens, tokens)
-    after = deepseek.update_router_bias(cfg, params, seen.load, tokens.size)["moe"]["bias"]
+    after = deepseek.update_router_bias(cfg, params, seen.measured["load"], tokens.size)["moe"][
+        "bias"
+    ]
     total, mean = counts.sum(0), n_batches * choices // E
     assert (total == mean).sum() > 20
     assert np.allclose(after, 5e-3 * np.sign(mean - total))
@@ -267,7 +291,7 @@ def test_cross_entropy_and_its_gradient():
 def test_a_batch_of_more_choices_than_int32_counts():
     cfg = small_config()
     shape = 1, 2**25, 32  # 2**30 tokens, each of which makes two choices in every block
-    stats = layers.no_routing(4, cfg.model.n_experts)._replace(dropped=jnp.float32(2**32))
+    stats = experts.no_routing(cfg.model, 4)._replace(dropped=jnp.float32(2**32))
     reduce = functools.partial(model.reduce_loss, cfg, shape, jnp.float32(0), stats)
     _, seen = on_mesh(cfg, reduce, (), P())()
     choices = 2**30 * cfg.model.experts_per_token * cfg.model.blocks

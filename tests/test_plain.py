@@ -59,7 +59,8 @@ def plain_loss_and_gradients(make_params, **flags):
     def loss(params):
         weight = cfg.optimizer.balance_weight
         value, parts = plain_model.loss(params, tokens, targets, cfg.model, weight)
-        return value, model.Metrics(**parts, dropped=0.0)
+        measured = dict(load=parts.pop("load"))
+        return value, model.Metrics(**parts, dropped=0.0, measured=measured)
 
     return jax.jit(jax.value_and_grad(loss, has_aux=True))(make_params(**flags))
 

@@ -45,7 +45,7 @@ def make_train_step(cfg, mesh):
         with jax.named_scope("optimizer"):
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params, rate=rate)
             params = optax.apply_updates(state.params, updates)
-            params = arch.after_step(now, params, seen.load, tokens.size)
+            params = arch.after_step(now, params, seen.measured["load"], tokens.size)
             norm = optax.tree.norm(grads)
             sound = jnp.isfinite(loss) & jnp.isfinite(norm)
             before = state.params, state.opt_state
@@ -58,8 +58,9 @@ def make_train_step(cfg, mesh):
 
 
 def accumulate_gradient(gradient, state, tokens, targets):
-    """((loss, `model.Metrics`), gradient of every parameter): means over the accumulation, but the load is its sum.
-    gradient: of jax.value_and_grad, a function of one batch; tokens, targets int32 [accumulation, M, B, T]."""
+    """((loss, `model.Metrics`), gradient of every parameter): means over the accumulation, but sums of what is measured
+    of routers. gradient: of jax.value_and_grad, a function of one batch; tokens, targets int32 [accumulation, M, B,
+    T]."""
     n_batches, M, B, _ = tokens.shape
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
 
@@ -74,8 +75,8 @@ def accumulate_gradient(gradient, state, tokens, targets):
     total, _ = lax.scan(add_batch, zeros, (jnp.arange(n_batches), tokens, targets))
     (_, summed), _ = total
     (loss, seen), grads = jax.tree.map(lambda x: x / n_batches, total)
-    # whole counts, by which router biases move
-    return (loss, seen._replace(load=summed.load)), grads
+    # not means: the load is whole counts, by which router biases move
+    return (loss, seen._replace(measured=summed.measured)), grads
 
 
 @jax.named_scope("metrics")
@@ -88,13 +89,18 @@ def step_metrics(cfg, loss, seen, lr, grad_norm):
         "grad_norm": grad_norm,
     }
     if cfg.model.n_experts:
-        counts = seen.load.reshape(-1, cfg.model.n_experts)  # [layers, E] tokens routed to each
+        # {name: [layers, ...]}, sums over the tokens of the step
+        of_routers = {name: x.reshape(-1, *x.shape[2:]) for name, x in seen.measured.items()}
+        counts = of_routers.pop("load")  # [layers, E] tokens routed to each
         metrics["loss/load_loss"] = seen.load_loss
         shares = counts / counts.sum(-1, keepdims=True)
         metrics["load/expert"] = shares.mean(0)  # [E]
         # the fullest expert of each layer, [layers]; 1 where the load is even
         metrics["load/layer"] = cfg.model.n_experts * shares.max(-1)
         metrics["load/dropped"] = seen.dropped
+        n_tokens = counts.sum(-1) / cfg.model.experts_per_token  # [layers]
+        for name, sums in of_routers.items():
+            metrics[f"router/{name}"] = sums / n_tokens
     return metrics
 
 
