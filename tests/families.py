@@ -7,7 +7,7 @@ take every row, so `pytest -k NAME` runs what there is for one family.
 from typing import NamedTuple
 
 import numpy as np
-from conftest import given
+from small_models import given
 
 from architectures import flags_without_choice
 
@@ -15,7 +15,7 @@ from architectures import flags_without_choice
 class Family(NamedTuple):
     """What the tests need to know of an architecture."""
 
-    small: dict  # flags of a model that compiles in seconds, on top of conftest.SMALL
+    small: dict  # flags of a model that compiles in seconds, on top of small_models.SMALL
     # {name: flags on top of `small`} in which transformers must have the same logits and gradients; all sizes are odd
     sizes: dict = {}
     # (dp, pp, tp) on which the plan's formulas are compared with what XLA compiles

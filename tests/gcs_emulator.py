@@ -4,7 +4,7 @@ python tests/gcs_emulator.py PORT [BUCKET]
 
 The package `gcp-storage-emulator` ignores preconditions on generations and the startOffset and endOffset of listings.
 tensorstore's OCDBT format needs both, so this wraps the package's handlers. Bucket names have at least 3 characters.
-conftest.py sets the environment variables that the clients need.
+environment.py sets the environment variables that the clients need.
 """
 
 import json

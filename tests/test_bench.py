@@ -7,8 +7,9 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, SMALL, flags_of, refusal
 from families import SMALL_GPT2
+from helpers import ROOT, flags_of, refusal
+from small_models import SMALL
 
 from tools import bench
 

@@ -4,7 +4,7 @@ import json
 
 import jax.numpy as jnp
 import pytest
-from conftest import refusal
+from helpers import refusal
 from jax import lax
 
 import collectives

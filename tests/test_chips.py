@@ -5,8 +5,7 @@ import os
 from unittest import mock
 
 import pytest
-from conftest import ROOT
-from test_plan import planned as planned  # a fixture
+from helpers import ROOT
 
 import utils
 from config import command_line, presets, settle

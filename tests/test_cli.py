@@ -18,8 +18,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import BYTE_RANKS, ROOT, SMALL, flags_of, refusal, small_config
 from families import ARCHITECTURES
+from helpers import BYTE_RANKS, ROOT, flags_of, refusal
+from small_models import SMALL, small_config
 
 import architectures
 import utils

@@ -18,8 +18,19 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import ROOT, copy_repository, flags_of, free_port, given, listens, refusal, wait_for
-from test_scripts import CLEAN, GCLOUD, TPU, assert_one_sentence, program
+from helpers import (
+    ROOT,
+    XLA_FLAGS,
+    copy_repository,
+    flags_of,
+    free_port,
+    listens,
+    refusal,
+    start_main,
+    wait_for,
+)
+from script_helpers import CLEAN, GCLOUD, TPU, assert_one_sentence, program
+from small_models import given
 
 from runtime import messages, processes
 from training.device_mesh import device_grid
@@ -28,7 +39,6 @@ SSHD = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin:/usr/local/s
 LACKING = [name for name in ("ssh", "tmux", "git") if not shutil.which(name)]
 PROGRAMS = """awk basename bash cat chmod cut date df dirname env find git git-receive-pack grep head ls mkdir mktemp mv
 nice ps python3 rm sed sh sleep tail tee tmux tr""".split()
-XLA_FLAGS = os.environ["XLA_FLAGS"].replace("--xla_force_host_platform_device_count=8", "")
 SECRET = "s3cr3t'\"$x y"
 ODD = "a  b\n'c' \"d\" $HOME `ls` \\ * ? ! é 漢"
 # The Python that it installs: with the file `broken` at home training fails, after the seconds that it holds, with
@@ -698,14 +708,6 @@ def test_a_tpus_hosts_come_from_gcloud(idle):
     assert done.returncode == 0 and hosts == ["127.0.0.1", "127.0.0.3"]
     calls = (idle.base / "gcloud/gcloud.calls").read_text()
     assert "compute tpus tpu-vm describe pod --zone z --project p" in calls
-
-
-def start_main(words, **environment):
-    """A process of main.py that runs, with its stderr in its stdout."""
-    env = {**os.environ, "XLA_FLAGS": XLA_FLAGS}
-    env |= {name: str(value) for name, value in environment.items()}
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    return subprocess.Popen([sys.executable, ROOT / "main.py", *words], env=env, text=True, **pipes)
 
 
 def test_processes_that_do_not_come_together_say_so_in_time(flags):

@@ -5,7 +5,8 @@ import math
 
 import numpy as np
 import pytest
-from conftest import SMALL, refusal, small_config
+from helpers import refusal
+from small_models import SMALL, small_config
 
 import model
 import utils

@@ -18,8 +18,10 @@ import numpy as np
 import pytest
 
 pytest.importorskip("starlette", reason="bash setup_tpu.sh page")
-from test_page import SERVED, folder, served  # noqa: F401  fixtures
-from test_tools import make_run
+from helpers import make_run
+from page_helpers import SERVED
+from page_helpers import folder as folder
+from page_helpers import served as served
 
 from inference import decoding
 from runtime.files import read_json, write_json

@@ -6,22 +6,32 @@ import io
 import json
 import multiprocessing
 import os
-import random
 import shutil
 import signal
 import subprocess
 import sys
 import unicodedata
-import zlib
 from collections import Counter
-from functools import partial
 
 import fsspec
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from conftest import BYTE_RANKS, ROOT, in_session, refusal, wait_for
+from data_helpers import (
+    HOSTILE,
+    RECORDS,
+    check,
+    content,
+    make_texts,
+    manifests,
+    reference,
+    refused,
+    some_texts,
+    tokenize_flags,
+    validates,
+    write,
+    write_files,
+)
+from helpers import BYTE_RANKS, ROOT, in_session, refusal, wait_for
 from tiktoken_ext import openai_public
 from tokenizers import (
     AddedToken,
@@ -44,7 +54,7 @@ from data.sources import text as source_text
 from data.sources.base import Source
 from data.sources.files import stdlib_documents
 from data.sources.formats import open_source
-from runtime import files, messages
+from runtime import files
 from shards import manifest, published, tokenization
 
 HOSTILE_FILES = {
@@ -64,99 +74,9 @@ HOSTILE_FILES = {
     "zipped.txt.gz": gzip.compress(b"not much"),
 }
 HIDDEN = {".hidden.txt": b"not a document", ".git/config": b"nor this", "nested/.cache/x": b"no"}
-HOSTILE = ["<|endoftext|> <|fim_prefix|>x", "", None, "\0a\0\0b\0", " " * 3000]
-HOSTILE += ["👩‍👩‍👧‍👦 naïve 한국어 é\u200b\ufeff", "a\r\nb\u2028c\x85", "legal: \ufffd"]
-LONE = ["\ud83d half of an emoji", "the other half \ude00", "\udfff\ud800 swapped"]
-WORDS = "def return the quick brown fox self. jumps over\n    lazy dogs, 1234 == '' {} ü".split(" ")
-ZSTD = partial(pa.Codec("zstd").compress, asbytes=True)
-COMPRESS = {".gz": gzip.compress, ".zst": ZSTD}
-RECORDS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 
 
 # --- Sources and shards -----------------------------------------------------------------------------------------
-
-
-def make_texts(n, lone=True):
-    """n texts, the hostile ones among them."""
-    rng, hostile = random.Random(1), HOSTILE + LONE * lone
-    plain = [" ".join(rng.choices(WORDS, k=rng.randrange(1, 300))) for _ in range(n - len(hostile))]
-    return hostile + plain
-
-
-def some_texts(n):
-    rng, words = random.Random(3), [word for word in WORDS if word.isalpha()]
-    return [" ".join(rng.choices(words, k=50)) for _ in range(n)]
-
-
-def write_files(folder, files):
-    for name, content in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content)
-
-
-def write(path, texts):
-    """A file of records as its ending says, one long text, or a folder of text files."""
-    if path.suffix == ".parquet":
-        pq.write_table(pa.table({"id": range(len(texts)), "body": texts}), path, row_group_size=7)
-    elif path.suffix == ".txt":
-        path.write_text("\n".join(texts))
-    elif path.suffix:  # lines, in two frames where they are compressed
-        lines = [json.dumps({"id": i, "body": t}).encode() + b"\n" for i, t in enumerate(texts)]
-        half, compress = len(lines) // 2, COMPRESS.get(path.suffix, bytes)
-        frames = b"".join(lines[:half]), b"\n" + b"".join(lines[half:])
-        path.write_bytes(b"".join(map(compress, frames)))
-    else:
-        write_files(path, {f"{i:03d}.txt": (text or "").encode() for i, text in enumerate(texts)})
-
-
-def validates(text, val_fraction):
-    """Whether a document of this text is for validation."""
-    text_hash = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-    return int(text_hash, 16) < val_fraction * 2**64
-
-
-def reference(texts, encoding, val_fraction):
-    """What the shards must hold, by the plainest loop: {split: (token ids, [documents, bytes, empty ones, halves])}."""
-    result = {"train": ([], [0] * 4), "val": ([], [0] * 4)}
-    for text in texts:
-        lone = sum(0xD800 <= ord(c) <= 0xDFFF for c in text or "")
-        text = "".join("\ufffd" if 0xD800 <= ord(c) <= 0xDFFF else c for c in text or "")
-        ids, counts = result["val" if validates(text, val_fraction) else "train"]
-        if text:
-            ids += [encoding.eot_token, *encoding.encode_ordinary(text)]
-        for k, more in enumerate((text != "", len(text.encode()), text == "", lone)):
-            counts[k] += more
-    return result
-
-
-def manifests(output):
-    return [json.loads((output / split / "manifest.json").read_text()) for split in splits.SPLITS]
-
-
-def check(output, expected, encoding, shard_tokens):
-    """The shards and the manifests in `output` are what `reference` says."""
-    for (split, (ids, counts)), made in zip(expected.items(), manifests(output)):
-        files = sorted((output / split).glob("*.npy"))
-        assert [f.name for f in files] == [f"{i:06d}.npy" for i in range(len(files))]
-        shards = [np.load(f) for f in files]
-        np.testing.assert_array_equal(np.concatenate(shards), ids)
-        assert {len(s) for s in shards[:-1]} <= {shard_tokens} and len(shards[-1]) <= shard_tokens
-        for about, file, shard in zip(made["shards"], files, shards, strict=True):
-            held, size = file.read_bytes(), data.output.BLOCK
-            blocks = [held[start : start + size] for start in range(0, len(held), size)]
-            crc32 = "".join(f"{zlib.crc32(block):08x}" for block in blocks)
-            sha256 = hashlib.sha256(held).hexdigest()
-            assert about == dict(name=file.name, tokens=len(shard), sha256=sha256, crc32=crc32)
-            dtype = "uint16" if encoding.n_vocab <= 2**16 else "uint32"
-            assert shard.dtype == made["dtype"] == dtype
-        assert [made[k] for k in ("documents", "bytes", "empty_documents")] == counts[:3]
-        assert (made["tokens"], made["vocab_size"]) == (len(ids), encoding.n_vocab)
-
-
-def content(at):
-    """{path: content} of all files at a local path or an address."""
-    fs, root = fsspec.core.url_to_fs(str(at))
-    return {path.removeprefix(f"{root}/"): fs.cat_file(path) for path in fs.find(root)}
 
 
 def remove(at):
@@ -165,90 +85,6 @@ def remove(at):
 
 
 # --- Programs ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def run(tmp_path, capsys, monkeypatch):
-    """A function that runs a program's main as its command line would, with tmp_path as its folder; it returns (exit
-    status, stdout, stderr)."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(program, *flags):
-        capsys.readouterr()
-        monkeypatch.setattr(sys, "argv", [program.__file__, *map(str, flags)])
-        try:
-            messages.one_sentence(program.main)
-            status = 0
-        except SystemExit as stop:
-            status = stop.code
-        return status, *capsys.readouterr()
-
-    return run
-
-
-@pytest.fixture(scope="session")
-def ranks_file(tmp_path_factory):
-    path = tmp_path_factory.mktemp("ranks") / "small.tiktoken"
-    trained = train_tokenizer.train([t or "" for t in make_texts(60, lone=False)], 320)
-    path.write_bytes(tokenization.dump_ranks(train_tokenizer.to_ranks(trained)))
-    return path
-
-
-def flags_of(source, output, ranks_file, *more):
-    flags = ["--source", source, "--output", output, "--tokenizer", ranks_file, "--workers", 1]
-    return [*flags, "--text_column", "body", "--shard_tokens", 1000, *more]
-
-
-@pytest.fixture
-def tokenize(ranks_file, run, monkeypatch):
-    """A function that runs data/tokenize_shards.py, as `run`."""
-    monkeypatch.setattr(data.workers, "BATCH_DOCUMENTS", 3)
-    monkeypatch.setattr(data.output, "BLOCK", 512)
-
-    def tokenize(source, output="out", *more):
-        return run(tokenize_shards, *flags_of(source, output, ranks_file, *more))
-
-    return tokenize
-
-
-def refused(ended, *words, status=2):
-    """A run ended with this status and one sentence with these words, which is returned."""
-    ended_with, out, err = ended
-    assert (ended_with, err.count("error: ")) == (status, 1) and "Traceback" not in err, err
-    assert "tokens of" not in out
-    assert err.rstrip().endswith(".") and all(str(word) in err for word in words), (err, words)
-    return err
-
-
-class Killed(BaseException):
-    pass
-
-
-@pytest.fixture
-def writes(monkeypatch):
-    """The paths that data/output.py has written; at number writes.dies_at it raises Killed instead."""
-
-    class Writes(list):
-        dies_at = 0
-
-        def killed(self, n, tokenize):
-            """Let the run die at its n-th write."""
-            self.dies_at = len(self) + n
-            with pytest.raises(Killed):
-                tokenize()
-            self.dies_at = 0
-            self.clear()
-
-    written, write_file = Writes(), data.output.write_file
-
-    def write(path, content):
-        written.append(path)
-        if len(written) == written.dies_at:
-            raise Killed
-        write_file(path, content)
-
-    monkeypatch.setattr(data.output, "write_file", write)
-    return written
 
 
 # --- Shards -----------------------------------------------------------------------------------------------------
@@ -484,7 +320,7 @@ def test_tokenizing_is_interrupted(ranks_file, tokenize, tmp_path, number):
     refused."""
     write(tmp_path / "a.jsonl", make_texts(400, lone=False) * 80)
     more = ["--workers", 2, "--shard_tokens", 99_999]
-    flags = flags_of(tmp_path / "a.jsonl", tmp_path / "out", ranks_file, *more)
+    flags = tokenize_flags(tmp_path / "a.jsonl", tmp_path / "out", ranks_file, *more)
     program = [sys.executable, tokenize_shards.__file__, *map(str, flags)]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process = subprocess.Popen(program, **pipes, start_new_session=True)

@@ -13,8 +13,9 @@ import fsspec
 import jax
 import numpy as np
 import pytest
-from conftest import BYTE_RANKS, describe, refusal, small_config, small_tokenizer
 from families import SMALL_GPT2
+from helpers import BYTE_RANKS, describe, refusal, small_tokenizer
+from small_models import small_config
 
 import dataset
 from collectives import BATCH_SPEC

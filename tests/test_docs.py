@@ -21,7 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import test_plain
 import test_plan
-from conftest import BYTE_RANKS, ROOT, SMALL_RUN, copy_repository, files_of_repository, flags_of
+from helpers import BYTE_RANKS, ROOT, copy_repository, files_of_repository, flags_of
+from small_models import SMALL_RUN
 
 import model
 import utils

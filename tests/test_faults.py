@@ -24,9 +24,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ROOT, SMALL, flags_of, free_port, given, refusal, wait_for
-from test_cluster import XLA_FLAGS
-from test_resume import TINY, metrics_of
+from helpers import ROOT, TINY, XLA_FLAGS, flags_of, free_port, metrics_of, refusal, wait_for
+from small_models import SMALL, given
 
 import model
 import train as training_program

@@ -13,13 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import furthest
 from families import SMALL_QWEN3
+from helpers import gpu_compiler
 from jax.experimental import pallas as pl
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_parity import DOCUMENTS, assert_same, loss_and_gradients
-from test_plan import gpu_compiler
+from mesh_helpers import DOCUMENTS, assert_same, furthest, loss_and_gradients
 
 import utils
 from config import presets
@@ -174,7 +173,7 @@ def compiled_for(kind, K, V, dtype, **options):
     arrays = [jax.ShapeDtypeStruct((2, 3, 1024, n), dtype, **place) for n in (K, K, V)]
     arrays.append(jax.ShapeDtypeStruct((2, 1024), jnp.int32, **place))
     whole = jax.shard_map(gradients, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    options |= dict(xla_backend_optimization_level=3)  # as programs run, which conftest.py changes
+    options |= dict(xla_backend_optimization_level=3)  # as programs run, which environment.py changes
     return jax.jit(whole).lower(*arrays).compile(options).as_text()
 
 

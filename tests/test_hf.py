@@ -18,15 +18,16 @@ import numpy as np
 import pytest
 import tokenizers
 from absl import logging as absl_logging
-from conftest import ROOT, describe, refusal, settled, small_config, small_tokenizer, tokenize_tests
 from families import ARCHITECTURES, FAMILIES
+from helpers import ROOT, describe, make_run, refusal, small_tokenizer, tokenize_tests
+from hf_helpers import exported_run, params_of, same
 from safetensors.numpy import load_file, save_file
-from test_tools import make_run
+from small_models import small_config
 
 import architectures
 import utils
 from config import command_line, parser, settle
-from config.flags import Found, free_of_weights
+from config.flags import Found
 from config.program import read_flags
 from config.stored import shareable
 from hf import gpt2, pretrained, registry
@@ -36,34 +37,12 @@ from shards import tokenization
 from shards.listing import manifests
 from shards.mixture import Mixture
 from tools import common, evaluate, hf, model_card, sample
-from training.device_mesh import make_mesh
 from training.sizes import count_in_words
-from training.train_state import abstract_params
 
 DEEPSEEK = ARCHITECTURES["deepseek"]
 NO_SHARED = dict(DEEPSEEK, tied=True, n_shared=0)
 # the last one with layers that transformers does not know
 FLAGS = ARCHITECTURES | {"no shared": NO_SHARED, "own": dict(layers_per_block=3)}
-
-
-def params_of(folder, cfg):
-    """The parameters of a run or an exported folder, in which the model is that of `cfg`."""
-    stored, load = weights.open_weights(str(folder))
-    free = free_of_weights(cfg.model.architecture)
-    of_weights = {flag: value for flag, value in stored.items() if flag not in free}
-    assert settled(utils.replace(cfg, **of_weights).model) == settled(cfg.model)
-    return jax.tree.map(np.asarray, load(abstract_params(cfg, make_mesh(cfg))))
-
-
-def same(a, b):
-    return jax.tree.all(jax.tree.map(np.array_equal, a, b))
-
-
-def exported_run(folder, flags):
-    """(Config, run directory, the folder that it is exported to)."""
-    run, cfg, _, _ = make_run(folder, **flags)
-    hf.export(str(run), str(folder / "exported"))
-    return cfg, run, folder / "exported"
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,10 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
-from conftest import refusal
 from families import ARCHITECTURES
+from helpers import refusal
+from hf_helpers import exported_run, params_of, same
 from huggingface_hub import constants
-from test_hf import exported_run, params_of, same
 
 from hf import hub, pretrained
 from inference import weights

@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 import pytest
-from conftest import refusal
+from helpers import refusal
 
 from config import command_line
 from data.own_text import name_of, name_of_tokenizer

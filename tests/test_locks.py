@@ -16,8 +16,8 @@ from unittest import mock
 
 import jax
 import pytest
-from conftest import ROOT, refusal, storage_server, wait_for
-from test_resume import TINY
+from helpers import ROOT, TINY, refusal, wait_for
+from storage_servers import storage_server
 
 from runtime import files, interrupts, lock_storage, locks, messages, processes
 from tests.soak import locks as races

@@ -4,8 +4,9 @@ import re
 
 import jax
 import pytest
-from conftest import refusal, small_config
 from families import SMALL_GPT2
+from helpers import refusal
+from small_models import small_config
 
 from planning import advice, machines, plan
 from training import setup

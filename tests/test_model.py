@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import batch_of, furthest, make_params, small_config, steps_of
 from families import ARCHITECTURES
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 from jax.sharding import PartitionSpec as P
+from mesh_helpers import batch_of, furthest, make_params, steps_of
+from small_models import small_config
 
 import model
 import plain_model

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import furthest, small_config
 from families import SMALL_GPT2, SMALL_QWEN3
-from test_parity import assert_same, first_params, on_one_device, spread
+from mesh_helpers import assert_same, first_params, furthest, on_one_device, spread
+from small_models import small_config
 
 import model
 from architectures import parameters

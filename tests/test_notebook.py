@@ -11,8 +11,7 @@ import threading
 import time
 
 import pytest
-from conftest import ROOT, copy_repository
-from test_cluster import XLA_FLAGS
+from helpers import ROOT, XLA_FLAGS, copy_repository
 
 from config import presets
 from runtime import chips

@@ -7,35 +7,15 @@ import re
 import jax
 import numpy as np
 import pytest
-from conftest import refusal
-from test_resume import TINY, checkpoint_of
+from helpers import EVERY, FALLING, FOUND, TINY, WORSE, checkpoint_of, refusal, rows_of
 
 from config import settle
 from data.own_text import TextOptions, corpus_of
 from inference import weights
-from logs.overfitting import HELD_OUT, TRAINING, Overfit, Overfitting, overfit
+from logs.overfitting import TRAINING, Overfit, Overfitting, overfit
 from tools import common
 from training.device_mesh import make_mesh
 from training.train_state import abstract_params
-
-EVERY = 20  # steps between evaluations
-
-
-def rows_of(held_out, training, noise=0.0):
-    """Rows with these losses at evaluations, and in the steps before each, which differ by up to `noise`."""
-    draw = random.Random(0)
-    rows = []
-    for n in range(len(held_out) * EVERY):
-        loss = training[n // EVERY] + draw.uniform(-noise, noise)
-        rows.append({"step": n + 1, TRAINING: loss})
-        if (n + 1) % EVERY == 0:
-            rows[-1][HELD_OUT] = held_out[n // EVERY]
-    return rows
-
-
-WORSE = [3.5, 3.21, 3.25, 3.29, 3.34]
-FALLING = [3.9, 3.3, 3.1, 3.0, 2.8]
-FOUND = Overfit(40, 3.21, 3.34)
 
 
 @pytest.mark.parametrize(

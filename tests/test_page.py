@@ -1,6 +1,5 @@
 """The local page: its numbers are those of metrics.jsonl, it writes nothing, and what it says of a run is so."""
 
-import contextlib
 import json
 import os
 import random
@@ -12,22 +11,17 @@ import urllib.request
 
 import numpy as np
 import pytest
-from conftest import ROOT, free_port, listens, refusal, wait_for
-from test_overfitting import FALLING as WORSE_TRAINING
-from test_overfitting import FOUND, WORSE, rows_of
-from test_tools import make_run
+from helpers import FALLING as WORSE_TRAINING
+from helpers import FOUND, ROOT, WORSE, refusal, rows_of, wait_for
+from page_helpers import folder as folder
+from page_helpers import served as served
+from page_helpers import serving
 
 from logs import rows
 from logs.overfitting import TRAINING
 from runtime.files import to_json
 from runtime.outbox import Outbox
-
-uvicorn = pytest.importorskip("uvicorn", reason="bash setup_tpu.sh page")
-
 from tools import page
-from tools.completions import Engine
-
-SERVED = dict(n_devices=1, training_steps=100)  # of the run
 
 
 def row(step, loss=3.0, **more):
@@ -47,37 +41,11 @@ def write(run, rows, name="metrics.jsonl"):
     return run.about["state"], run.about["words"]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A folder of runs with one, `run`, which has a checkpoint."""
-    folder = tmp_path_factory.mktemp("runs")
-    make_run(folder, **SERVED)
-    return folder
-
-
 @pytest.fixture
 def run(folder, tmp_path):
     """A `page.Run` whose metrics are the test's."""
     (tmp_path / "config.json").write_bytes((folder / "run" / "config.json").read_bytes())
     return page.Run(str(tmp_path), "run")
-
-
-@contextlib.contextmanager
-def serving(folder):
-    """The address of the page of a folder."""
-    port = free_port()
-    app = page.make_app(page.Runs([str(folder)]), Engine(32))
-    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error", lifespan="off"))
-    threading.Thread(target=server.run, daemon=True).start()
-    wait_for(lambda: listens("127.0.0.1", port))
-    yield f"http://127.0.0.1:{port}"
-    server.should_exit = True
-
-
-@pytest.fixture(scope="module")
-def served(folder):
-    with serving(folder) as address:
-        yield address
 
 
 def get(address):

@@ -5,8 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, copy_repository, free_port
-from test_cluster import XLA_FLAGS
+from helpers import ROOT, XLA_FLAGS, copy_repository, free_port
 
 from runtime.messages import Unavailable, UserError
 from runtime.processes import ANOTHER

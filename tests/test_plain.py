@@ -8,16 +8,17 @@ import zlib
 import jax
 import numpy as np
 import pytest
-from conftest import batch_of, given, small_config
-from test_parity import (
+from mesh_helpers import (
     DEEPSEEK,
     DOCUMENTS,
     MEGATRON,
     assert_same,
+    batch_of,
     loss_and_gradients,
     mesh_id,
     on_one_device,
 )
+from small_models import given, small_config
 
 import collectives
 import model

@@ -10,14 +10,15 @@ from unittest import mock
 import jax
 import optax
 import pytest
-from conftest import ROOT, flags_of, given, refusal, small_config
 from families import ARCHITECTURES, FAMILIES
+from helpers import ROOT, flags_of, gpu_compiler, refusal
+from small_models import given, small_config
 
 import model
 import utils
 from config import command_line, presets, settle
 from config.flags import Flags
-from planning import command, costs, gpus, hlo, machines
+from planning import command, costs, hlo, machines
 from planning.fitted import fitted_to
 from planning.program import Program
 from runtime import platforms
@@ -27,14 +28,13 @@ from training.train_state import abstract_state
 
 no_tpu_compiler = not importlib.util.find_spec("libtpu")
 tpu_compiler = pytest.mark.skipif(no_tpu_compiler, reason='pip install "jax[tpu]"')
-gpu_compiler = pytest.mark.skipif(not gpus.has_compiler(), reason="pyproject.toml's plan-gpu")
 SHORT = given("--blocks 2 --layers_per_block 1 --optimizer adamw")
 GPT2 = ARCHITECTURES["gpt2"] | SHORT
 ACCUMULATED = given("--accumulation_steps 2 --train_batch_size 16 --blocks 4 --fsdp full")
 MEGATRON = given("--sequence_parallel megatron --fsdp none --remat dots")
 MUON = given("--fsdp full --layers_per_block 2 --n_shared 0 --optimizer muon")
 BUCKETS = given("--q_latent_dim 0 --experts buckets --fsdp none --remat experts --expert_dim 35")
-# (mesh, flags of conftest's small model)
+# (mesh, flags on top of small_models.SMALL)
 CONFIGURATIONS = [
     ((8, 1, 1), SHORT | MUON),
     ((1, 2, 4), SHORT | ACCUMULATED | given("--remat none")),
@@ -252,19 +252,6 @@ def test_a_second_of_computation_hides_one_transfer():
     # 8 seconds hide the first, which began first; the second has the other 2 of these
     exposed = timeline(text, 6).exposed
     assert exposed == {(("dp",), "all-gather"): 4, (("dp",), "collective-permute"): 0}
-
-
-@pytest.fixture
-def planned(tmp_path):
-    """A function that makes a plan in this process, of the preset tiny where no other is given; its JSON."""
-
-    def planned(*words, **flags):
-        path = tmp_path / "plan.json"
-        words = ["--preset", "tiny", *flags_of(**flags, plan_json=path), *words]
-        command.main(command_line.parse(words))
-        return json.loads(path.read_text())
-
-    return planned
 
 
 def test_a_plan_by_formulas(planned, capsys):

@@ -6,7 +6,7 @@ import huggingface_hub.constants
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from test_data_programs import COMPRESS, content, manifests, ranks_file, refused, run, writes  # noqa: F401
+from data_helpers import COMPRESS, content, manifests, refused
 
 from config import presets
 from data import prepare

@@ -8,7 +8,7 @@ import termios
 import time
 
 import pytest
-from conftest import wait_for
+from helpers import wait_for
 
 from runtime import messages, pulse
 

@@ -8,42 +8,23 @@ import signal
 import subprocess
 import sys
 
-import jax
 import numpy as np
-from conftest import ROOT, flags_of, given, refusal, small_config, wait_for
-from families import SMALL_GPT2
+from helpers import (
+    ROOT,
+    TINY,
+    assert_bitwise,
+    checkpoint_of,
+    flags_of,
+    metrics_of,
+    refusal,
+    wait_for,
+)
+from small_models import given, small_config
 
 import train as training_program
 from inference import weights
-from logs import meter
-from logs.rows import read_rows
 from training.device_mesh import make_mesh
 from training.train_state import abstract_params
-
-TINY = {**SMALL_GPT2, "blocks": 1, "model_dimension": 16, "ffn_dim": 32, "T": 16}
-
-
-def metrics_of(run):
-    """Rows of a run without the keys that are times."""
-    rows = read_rows(str(run))
-    times = {"tokens_per_second", "data/wait", "time", "goodput", "resumed"}
-    times |= {f"seconds/{part}" for part in meter.PARTS}
-    return [{key: row[key] for key in row.keys() - times} for row in rows]
-
-
-def checkpoint_of(run, step):
-    """Every leaf of a checkpoint, as it was saved, and its metadata."""
-    import orbax.checkpoint as ocp
-
-    with ocp.StandardCheckpointer() as reader:
-        state = reader.restore(run / "checkpoints" / str(step) / "state")
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in leaves}
-
-
-def assert_bitwise(a, b):
-    assert a.keys() == b.keys() and len(a) > 20
-    assert [key for key in a if a[key].tobytes() != b[key].tobytes()] == []
 
 
 def damage(folder):

@@ -16,8 +16,8 @@ from unittest import mock
 import fsspec
 import numpy as np
 import pytest
-from conftest import refusal, small_config
-from test_resume import TINY
+from helpers import TINY, refusal
+from small_models import small_config
 
 import utils
 from config import settle

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import batch_of, begin, given, small_config
-from test_resume import TINY, assert_bitwise, checkpoint_of, metrics_of
+from helpers import TINY, assert_bitwise, checkpoint_of, metrics_of
+from mesh_helpers import batch_of, begin
+from small_models import given, small_config
 
 import model
 import utils

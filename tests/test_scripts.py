@@ -13,33 +13,17 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import ROOT, wait_for
+from helpers import ROOT, wait_for
+from script_helpers import CLEAN, GCLOUD, TPU, assert_one_sentence, program
 
 import utils
 from runtime import platforms
-
-# without what the scripts react to, which the shell that runs the tests may have set
-REACTED = {"PYTHON", "VENV", "JAX_PLATFORMS", "XLA_FLAGS"}
-CLEAN = {name: value for name, value in os.environ.items() if name not in REACTED}
-
-
-def program(path, text):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    path.chmod(0o755)
 
 
 def bash(*words, cwd=None, **environment):
     words = ["bash", *map(str, words)]
     pipes = dict(stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300)
     return subprocess.run(words, cwd=cwd, env=CLEAN | environment, **pipes)
-
-
-def assert_one_sentence(result, code, *words):
-    """It failed with `code` and one line on stderr that holds the words."""
-    assert result.returncode == code, result.stderr
-    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
-    assert all(word in result.stderr for word in words), result.stderr
 
 
 def test_scripts_are_clean_and_explain_themselves():
@@ -227,19 +211,6 @@ def test_every_form_of_cluster_env_works_or_is_refused_before_a_host_is_asked(re
     env.mkdir()
     assert_one_sentence(repository.launch("--status"), 1, "cluster.env: is no file")
     assert not (repository.root / "asked").exists()
-
-
-# Knows one TPU, whose state and addresses are in variables
-GCLOUD = r"""#!/bin/bash
-echo "$*" >>"$0.calls"
-[[ -z $COMPLAINT ]] || { echo "ERROR: (gcloud.compute.tpus.tpu-vm.describe) $COMPLAINT" >&2; exit 1; }
-case $* in
-  *"(state)") echo "$STATE" ;;
-  *externalIp*) echo "$OUTSIDE" ;;
-  *ipAddress*) echo "$INSIDE" ;;
-esac
-"""
-TPU = {"HOSTS": "", "COORDINATOR": "", "TPU_NAME": "pod", "ZONE": "z", "PROJECT": "p"}
 
 
 # state, complaint, inner address of a TPU, and what is said of it

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from test_data_programs import (
+from data_helpers import (
     COMPRESS,
     RECORDS,
     check,
@@ -30,10 +30,6 @@ from test_data_programs import (
     write,
     write_files,
 )
-from test_data_programs import ranks_file as ranks_file  # a fixture
-from test_data_programs import run as run  # a fixture
-from test_data_programs import tokenize as tokenize  # a fixture
-from test_data_programs import writes as writes  # a fixture
 
 from data import command_line, splits, train_tokenizer
 from data.sources import files

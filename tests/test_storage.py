@@ -11,17 +11,19 @@ from pathlib import Path
 import fsspec
 import numpy as np
 import pytest
-from conftest import (
+from helpers import (
     ROOT,
-    SMALL,
+    TINY,
+    assert_bitwise,
+    checkpoint_of,
     describe,
     flags_of,
+    metrics_of,
     refusal,
-    small_config,
     tokenize_tests,
     wait_for,
 )
-from test_resume import TINY, assert_bitwise, checkpoint_of, metrics_of
+from small_models import SMALL, small_config
 
 import train as training_program
 import utils

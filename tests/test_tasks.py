@@ -10,11 +10,20 @@ import jax
 import numpy as np
 import pytest
 import tokenizers
-from conftest import ROOT, flags_of, given, random_transformer, refusal, small_config
 from families import SMALL_GPT2
+from helpers import (
+    ROOT,
+    assert_bitwise,
+    checkpoint_of,
+    flags_of,
+    free_port,
+    metrics_of,
+    random_transformer,
+    refusal,
+    start_main,
+)
 from safetensors.numpy import load_file
-from test_cluster import free_port, start_main
-from test_resume import assert_bitwise, checkpoint_of, metrics_of
+from small_models import given, small_config
 from tokenizers import processors
 
 from hf.registry import format_of
@@ -154,7 +163,7 @@ def test_the_page_gives_the_backend_for_openais_format_the_same_scores(
     for name in ("tenacity", "aiohttp", "starlette", "uvicorn", "plotly"):
         pytest.importorskip(name, reason="lm_eval[api] and bash setup_tpu.sh page")
     from lm_eval.models.openai_completions import LocalCompletionsAPI
-    from test_page import serving
+    from page_helpers import serving
 
     run, exported = models
     own = "own" in str(run)

@@ -13,8 +13,8 @@ from collections import Counter, deque
 import jax
 import numpy as np
 import pytest
-from conftest import BYTE_RANKS, ROOT, describe, make_params, refusal, small_config
 from families import SMALL_GPT2
+from helpers import BYTE_RANKS, ROOT, describe, make_run, refusal
 
 import main
 import train as training_program
@@ -26,35 +26,10 @@ from runtime import messages
 from shards import tokenization
 from shards.corpus import Corpus
 from tools import common, evaluate, hf, sample
-from training.checkpointing import Checkpoints
-from training.device_mesh import make_mesh
 from training.evaluation import make_evaluate
 
 MESH = dict(n_device_axis=(2, 2, 2), n_devices=8)
 PROMPTS = ("a", "", "several words, é", "12")
-
-
-def make_run(folder, **flags):
-    """(a run directory with a model of bytes, as if training had ended there; its Config, mesh and parameters)."""
-    ranks = folder / "bytes.tiktoken"
-    ranks.write_bytes(tokenization.dump_ranks(BYTE_RANKS))
-    small = dict(blocks=2, layers_per_block=1, val_batch_size=8, eval_steps=2, vocab_size=257)
-    cfg = small_config(sequences=8, model_dtype="float32", **small | flags)
-    mesh, rng = make_mesh(cfg), np.random.default_rng(0)
-
-    def louder(path, x):
-        """Logits are far from uniform, biases not 0; what pads the vocabulary stays 0."""
-        of_tokens = path[0].key in ("embedding", "head")
-        return 3 * x + (0 if of_tokens else rng.normal(0, 0.02, x.shape).astype("f4"))
-
-    params = jax.tree_util.tree_map_with_path(louder, make_params(cfg, mesh))
-    checkpoints = Checkpoints(str(folder / "run/checkpoints"), keep=1)
-    checkpoints.save(0, {"params": params}, 0, {})
-    checkpoints.close()
-    config = utils.flatten(cfg) | dict(data_fingerprint="x")
-    config["encoding"] = tokenization.copy_tokenizer(str(folder / "run"), str(ranks))
-    (folder / "run" / "config.json").write_text(json.dumps(config))
-    return folder / "run", cfg, mesh, params
 
 
 @pytest.fixture(scope="module")

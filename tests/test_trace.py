@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-from conftest import SMALL_RUN, refusal, small_config
 from families import SMALL_GPT2
-from test_resume import metrics_of
+from helpers import metrics_of, refusal
+from small_models import SMALL_RUN, small_config
 
 import main
 import train as training_program

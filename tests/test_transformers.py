@@ -8,8 +8,10 @@ import families
 import jax
 import numpy as np
 import pytest
-from conftest import ROOT, batch_of, given, random_transformer, settled, small_config
 from families import GROUPS
+from helpers import ROOT, random_transformer
+from mesh_helpers import batch_of
+from small_models import given, settled, small_config
 
 import model
 import utils

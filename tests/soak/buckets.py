@@ -12,7 +12,8 @@ from collections import Counter
 from http.server import ThreadingHTTPServer
 
 import fsspec
-from conftest import ROOT, Faulty, free_port, listens, wait_for
+from helpers import ROOT, free_port, listens, wait_for
+from storage_servers import Faulty
 
 FLEETING = [429, 500, 503, "reset", "half", "late"]  # faults that a library tries again by itself
 FAULTS = [*FLEETING, 401, 403, "hang"]

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from conftest import SMALL_RUN, flags_of, given
-from test_resume import metrics_of
+from helpers import flags_of, metrics_of
+from small_models import SMALL_RUN, given
 
 from tests.soak.programs import run
 

@@ -18,7 +18,7 @@ import time
 from types import SimpleNamespace
 from unittest import mock
 
-from conftest import storage_server
+from storage_servers import storage_server
 
 from runtime import files, interrupts, lock_storage, locks
 from runtime.messages import Unavailable, UserError

@@ -9,9 +9,9 @@ import math
 import random
 import sys
 
-from conftest import small_config
 from families import SMALL_GPT2, SMALL_QWEN3
-from test_parity import DEEPSEEK, assert_same, loss_and_gradients, on_one_device, three_steps
+from mesh_helpers import DEEPSEEK, assert_same, loss_and_gradients, on_one_device, three_steps
+from small_models import small_config
 
 from runtime import messages
 from tests.soak.programs import Case, complaint, run

@@ -17,7 +17,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from conftest import ROOT, given
+from helpers import ROOT
+from small_models import given
 
 from tests.soak import buckets, jobs
 from tests.soak.programs import BAD_ENDS

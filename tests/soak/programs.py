@@ -8,7 +8,7 @@ import subprocess
 import sys
 from typing import NamedTuple
 
-from conftest import ROOT, in_session, wait_for
+from helpers import ROOT, in_session, wait_for
 
 from tests.soak import forks
 
