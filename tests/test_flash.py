@@ -173,7 +173,7 @@ def compiled_for(kind, K, V, dtype, **options):
     arrays = [jax.ShapeDtypeStruct((2, 3, 1024, n), dtype, **place) for n in (K, K, V)]
     arrays.append(jax.ShapeDtypeStruct((2, 1024), jnp.int32, **place))
     whole = jax.shard_map(gradients, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    options |= dict(xla_backend_optimization_level=3)  # as programs run, which environment.py changes
+    options |= dict(xla_backend_optimization_level=3)  # as programs have it
     return jax.jit(whole).lower(*arrays).compile(options).as_text()
 
 
