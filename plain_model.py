@@ -26,7 +26,7 @@ With the weights of a run:
     cfg, _, params, tokenizer = common.open_model(options, text=True)
 
 Equations are those of DeepSeek-V3 (arXiv:2412.19437, section 2.1). Letters of shapes and einsums: b B batch, t T
-sequence (s where a token is a key), d D model, h H heads, k K channels of a head, r R rotary channels, c C channels of
+sequence (s where a token is a key), d D model, h H heads, k K channels of a head, p P rotary channels, r R channels of
 a latent, e E experts, f F hidden channels of a feed-forward, v V vocabulary. `m` holds the flags of the model.
 """
 
@@ -109,8 +109,9 @@ def embed(params, tokens, start, m):
 
 
 def short_conv(x, weights, start):
-    """Add to each token's channels x [B, T, C] those of the n tokens before it in its document. weights [n, C] has one
-    weight for each distance and channel, that of the nearest token first (H3, arXiv:2212.14052, section 3.1)."""
+    """Add to each token's channels x [B, T, channels] those of the n tokens before it in its document. weights [n,
+    channels] has one weight for each distance and channel, that of the nearest token first (H3, arXiv:2212.14052,
+    section 3.1)."""
     position = jnp.arange(x.shape[1]) - start  # [B, T], of each token in its document
     out = x
     for distance, weight in enumerate(weights, 1):
@@ -140,11 +141,11 @@ def attention(p, x, start, m):
     """Multi-head latent attention (equations 1 to 11), x [B, T, D] -> [B, T, D]. The keys and values of all heads are
     computed from one narrow latent. Decoding caches only this latent and the rotary key, which all heads share."""
     # One matrix computes both latents and the rotary key, which has no channels in layers without positions.
-    down = jnp.einsum("btd,dc->btc", x, p["down"])
+    down = jnp.einsum("btd,dr->btr", x, p["down"])
     q_latent, kv_latent, k_rope = jnp.split(down, (m.q_latent, m.q_latent + m.latent_dim), -1)
-    q_latent = rms_norm(q_latent, p["q_norm"], EPS) if m.q_latent else x  # [B, T, C], equation 6
-    kv_latent = rms_norm(kv_latent, p["kv_norm"], EPS)  # [B, T, C], equation 1
-    k_rope = rotate(k_rope, m.rope_base)  # [B, T, R], equation 3
+    q_latent = rms_norm(q_latent, p["q_norm"], EPS) if m.q_latent else x  # [B, T, R], equation 6
+    kv_latent = rms_norm(kv_latent, p["kv_norm"], EPS)  # [B, T, R], equation 1
+    k_rope = rotate(k_rope, m.rope_base)  # [B, T, P], equation 3
     if m.latent_conv:
         weights, pair_weights = jnp.split(p["conv"], (m.latent_dim,), -1)
         # Both channels of a rotated pair have the same weight: so scores still depend on distances alone.
@@ -152,14 +153,14 @@ def attention(p, x, start, m):
         kv_latent = short_conv(kv_latent, weights, start)
         k_rope = short_conv(k_rope, pair_weights, start)
 
-    q = jnp.einsum("btc,chk->bhtk", q_latent, p["q_up"])
-    q_nope, q_rope = jnp.split(q, (m.key_dim,), -1)  # [B, H, T, K] and [B, H, T, R], equation 7
+    q = jnp.einsum("btr,rhk->bhtk", q_latent, p["q_up"])
+    q_nope, q_rope = jnp.split(q, (m.key_dim,), -1)  # [B, H, T, K] and [B, H, T, P], equation 7
     q_rope = rotate(q_rope, m.rope_base)  # equation 8
-    kv = jnp.einsum("bsc,chk->bhsk", kv_latent, p["kv_up"])
+    kv = jnp.einsum("bsr,rhk->bhsk", kv_latent, p["kv_up"])
     k_nope, v = jnp.split(kv, (m.key_dim,), -1)  # each [B, H, T, K], equations 2 and 5
 
     scores = jnp.einsum("bhtk,bhsk->bhts", q_nope, k_nope)  # equation 10
-    scores += jnp.einsum("bhtr,bsr->bhts", q_rope, k_rope)
+    scores += jnp.einsum("bhtp,bsp->bhts", q_rope, k_rope)
     scores /= q.shape[-1] ** 0.5
     position = jnp.arange(x.shape[1])
     is_past = position <= position[:, None]  # [T, T]: query t may see key s
