@@ -1,5 +1,8 @@
 """Every collective of the program, with its transpose and its paper.
 
+Comes before: `model.py`, `architectures/` and `training/muon.py`, which call these. Comes next: with the gradient at
+hand, `training/optimizer.py`.
+
 A collective is an operation in which devices exchange arrays. All of them run inside `shard_map`: shapes are local,
 those of the array that one device holds. The transpose is what the backward pass runs in its place. No other file
 calls the collectives of `jax.lax`.

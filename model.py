@@ -1,5 +1,8 @@
 """The transformer: parameters, loss, forward pass, pipeline and stages, in pure JAX.
 
+Comes before: `training/train_step.py`, which differentiates `make_loss`. Comes next: a layer, such as
+`architectures/deepseek.py`, and the collectives that it and the pipeline use, `collectives.py`.
+
 `architectures` holds what makes it a DeepSeek or another model: its table and its layers. Everything here but
 parameters runs inside `shard_map`, on local shapes, which tail comments give. A mesh of (1, 1, 1) is the unsharded
 model. `plain_model.py` shows what all of this computes, and tests compare the two. From a batch to its loss:

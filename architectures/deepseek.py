@@ -1,5 +1,7 @@
 """DeepSeek-V3 (arXiv:2412.19437): parameters, layers, cache and costs.
 
+Comes before: `model.py`, whose stages run `layer`. Comes next: `architectures/experts.py`, where tokens meet experts.
+
 Letters of einsums, beside those of layers.py: r channels of a latent, with those of the rotary key where both lie in
 one array; s tokens as keys. Intermediate values have the papers' names: latents q_latent and kv_latent, and the parts
 of queries and keys with rotary positions, q_rope and k_rope, and without, q_nope and k_nope.

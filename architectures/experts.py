@@ -1,5 +1,8 @@
 """Mixture of experts: routing into buckets, the experts, the load-balancing loss; on local shapes.
 
+Comes before: a layer of `architectures/deepseek.py` or another model, which calls `routed_experts` with its router.
+Comes next: `collectives.py`, which sends the buckets to the devices of their experts.
+
 Letters: n B x T/tp local tokens, k --experts_per_token, E experts, C capacity, D model, F feed-forward; of einsums:
 e experts, p devices that sent a bucket, c its slots, d D, f F, g branches.
 """
