@@ -127,11 +127,11 @@ def rms_norm(x, scale, eps):
 
 
 def rotate(x, base):
-    """Rotary positions (RoFormer, arXiv:2104.09864, section 3.2.2): channels i and i + r/2 of x [..., T, r] are a point
+    """Rotary positions (RoFormer, arXiv:2104.09864, section 3.2.2): channels i and i + P/2 of x [..., T, P] are a point
     in a plane, which is rotated by the token's position times the frequency of the pair."""
-    *_, T, r = x.shape
-    frequency = base ** (-2 * jnp.arange(r // 2) / r)
-    angle = jnp.arange(T)[:, None] * frequency  # [T, r/2]
+    *_, T, P = x.shape
+    frequency = base ** (-2 * jnp.arange(P // 2) / P)
+    angle = jnp.arange(T)[:, None] * frequency  # [T, P/2]
     a, b = jnp.split(x, 2, -1)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
