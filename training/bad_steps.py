@@ -1,4 +1,4 @@
-"""Bad steps, whose loss or gradient is not finite: they are skipped and counted, and several in a row cause a rollback.
+"""Bad steps, whose loss or gradient is not finite. They are skipped and counted, and several in a row cause a rollback.
 
 The train step itself skips a bad step: it leaves the parameters and the optimizer as they were (train_step.py).
 """
@@ -8,20 +8,24 @@ from typing import NamedTuple
 
 from runtime.messages import UserError, say
 
-MAX_ROLLBACKS = 3  # a run that needs more is not helped by them
+MAX_ROLLBACKS = 3  # of a run: if three did not help, further ones will not either
 
 
 class Rollback(NamedTuple):
-    """Where a rollback leads. The run returns in steps, not in data: it leaves out the batches of the bad steps."""
+    """Where a rollback leads. The run returns to an earlier step, but not to earlier data: it leaves out the batches of
+    the bad steps."""
 
     before: int  # the first bad step; the run restores a checkpoint of an earlier one
     sequences: int  # sequences of the training data after which the run continues
-    bad_steps: int  # all bad steps of the run until then
+    bad_steps: int  # number of all bad steps of the run so far
 
 
 class BadSteps:
-    """Counts the bad steps of a run: after `limit` of them in a row (0: never) a rollback is due; after MAX_ROLLBACKS
-    the run ends. state: what `state` returned when the checkpoint was saved that the run resumes from."""
+    """Counts the bad steps of a run.
+
+    After `limit` of them in a row a rollback is due; with limit 0, never. A run that needs more than MAX_ROLLBACKS ends
+    with an error. state: what the method `state` returned when the checkpoint was saved from which the run resumes.
+    """
 
     def __init__(self, limit, state=None):
         state = state or {}
@@ -33,7 +37,7 @@ class BadSteps:
         self.due = Rollback(**target) if target else None
 
     def state(self):
-        """{name: value} for a checkpoint."""
+        """{name: value} for a checkpoint. The names stay those of older checkpoints."""
         return dict(
             bad_steps=self.total,
             in_a_row=self.consecutive,
@@ -43,11 +47,12 @@ class BadSteps:
 
     @property
     def in_progress(self):
-        """Whether the run is between bad steps, or before a rollback, whose checkpoint a save could displace."""
+        """Whether the last step was bad or a rollback is due. No checkpoint should be saved then: it could displace the
+        one to roll back to."""
         return self.consecutive > 0 or self.due is not None
 
     def observe(self, step, sequences, loss, grad_norm):
-        """Take note of a finished step, the last of whose data is sequence number `sequences`."""
+        """Count a finished step if it was bad. sequences: number of sequences consumed up to the end of this step."""
         if math.isfinite(loss) and math.isfinite(grad_norm):
             self.consecutive = 0
             return
@@ -73,7 +78,7 @@ class BadSteps:
             )
 
     def rolled_back(self, step):
-        """The rollback that was due is done: the run is at `step`."""
+        """Record that the rollback that was due is done, and the run is at `step`."""
         self.rollbacks += 1
         say(
             f"warning: rollback {self.rollbacks} of {MAX_ROLLBACKS} to step {step}; training continues with the data "

@@ -1,7 +1,9 @@
-"""Checkpoints: written in the background, kept by a policy, verified when read. Damaged ones are skipped.
+"""Checkpoints. They are written in the background, kept by a policy, and verified when they are read. Damaged ones are
+skipped.
 
-A checkpoint is a state, any tree of arrays, and a few values beside it, `meta`. This file knows neither mesh nor flags
-of a run: `training/run_checkpoints.py` adds those. Programs that read a run's parameters need only this file.
+A checkpoint holds a state, which is any tree of arrays, and a few values beside it, its `meta`. This file knows neither
+the mesh nor the flags of a run, which `training/run_checkpoints.py` adds. Programs that read the parameters of a run
+need only this file.
 """
 
 import contextlib
@@ -38,8 +40,8 @@ from training.orbax_workarounds import SaveBarriers, incomplete_saves, make_read
 
 @jax.jit
 def fingerprint(state):
-    """uint32 per leaf of a state: the sum of its bit patterns modulo 2^32, the same on every mesh. A checkpoint is
-    damaged where its fingerprint after reading differs from the one that was saved with it."""
+    """uint32 [leaves]: for each leaf of a state, the sum of its bit patterns modulo 2^32, which is the same on every
+    mesh. A checkpoint is damaged if the fingerprint of what is read differs from the one that was saved with it."""
     sums = []
     for leaf in jax.tree.leaves(state):
         bits = lax.bitcast_convert_type(leaf, jnp.uint32)
@@ -47,11 +49,11 @@ def fingerprint(state):
     return jnp.stack(sums)
 
 
-CHUNK = 2**27  # bytes of a piece of an array; a piece is read without the others
+CHUNK = 2**27  # bytes of a piece of an array; each piece can be read without the others
 
 
 def chunks_of(x):
-    """How Orbax cuts an array into pieces: large ones between blocks, layers and experts, which are the first dims."""
+    """How Orbax cuts an array into pieces. A large array is cut between blocks, layers and experts, its first dims."""
     cut = []
     for dim, size in enumerate(x.shape[:-2][:2]):
         if size > 512 or 4 * math.prod(x.shape[dim:]) <= CHUNK:
@@ -61,7 +63,8 @@ def chunks_of(x):
 
 
 def steps_to_keep(losses, keep, every=0):
-    """The steps to keep of {step: validation loss or None}: the newest `keep`, every `every`-th (0: none), the best."""
+    """The steps whose checkpoints are kept, of {step: validation loss or None}: the newest `keep`, the multiples of
+    `every` (0: none of them), and the one with the smallest loss."""
     steps = sorted(losses)
     measured = [step for step, loss in losses.items() if math.isfinite(loss or math.nan)]
     stay = {*steps[-keep:]}
@@ -73,7 +76,7 @@ def steps_to_keep(losses, keep, every=0):
 
 
 def meta_sum(meta):
-    """Checksum of the values that are saved beside a state."""
+    """The checksum of the values that are saved beside a state."""
     content = json.dumps(meta | {"sum": 0}, sort_keys=True)
     return zlib.crc32(content.encode())
 
@@ -85,13 +88,17 @@ class Unreadable(OSError):
 class Checkpoints:
     """The Orbax checkpoints in `folder`.
 
-    keep, every: which ones are kept, as `steps_to_keep` says; with keep None, this object only reads. explain(config):
-    which flags make a checkpoint one of another model, in words, or ""; config: {flag: value} that was saved with it,
-    or None. confirm(): raises an error where this run may write no more.
+    keep, every: which checkpoints are kept, as for `steps_to_keep`. With keep None, this object only reads.
+    explain(config): the flags, in words, by which a checkpoint belongs to another model; "" if it does not. config is
+    the {flag: value} that was saved with the checkpoint, or None.
+    confirm(): raises an error if this run may write no more.
     """
 
     def __init__(self, folder, keep=None, every=0, explain=None, confirm=lambda: None):
-        self.keep, self.every, self.explain, self.confirm = keep, every, explain, confirm
+        self.keep = keep
+        self.every = every
+        self.explain = explain
+        self.confirm = confirm
         if is_remote(folder) and not folder.startswith("gs://"):
             folder = self._local_copy(folder)
         if not is_remote(folder):
@@ -102,50 +109,55 @@ class Checkpoints:
             check_run_path(folder)
             self._open_writer()
         self.watcher = ThreadPoolExecutor(1, "checkpoint")
-        self.wait_for_log = lambda: None  # called, in the background, before one gets its name
-        self.saved = None  # step of the newest checkpoint, which may still be on its way
-        self.on_disk = None  # step of the newest one that is written and can be read back
-        self.written = None  # future of the end of the newest save
+        self.wait_for_log = lambda: (
+            None
+        )  # called in the background before a checkpoint gets its name
+        self.saved = None  # step of the newest checkpoint, which may still be in the process of being written
+        self.on_disk = None  # step of the newest checkpoint that is written and can be read back
+        self.written = None  # a future that is done when the newest save has ended
         self.started = 0.0  # when that save started, by time.monotonic()
         self.losses = {}  # {step: validation loss or None} of checkpoints, as they are saved or read
 
     def _local_copy(self, folder):
-        """A local folder with what a remote one holds that Orbax cannot read, such as s3://."""
-        self.copy = tempfile.TemporaryDirectory()  # removed with this object
+        """Copy a remote folder that Orbax cannot read, such as s3://, to a local one, and return the path of that."""
+        self.copy = tempfile.TemporaryDirectory()  # it is removed together with this object
         fs, there = filesystem(folder)
         with contextlib.suppress(FileNotFoundError):
             paths = persist(lambda: fs.find(there), folder)
             copies = [os.path.join(self.copy.name, os.path.relpath(p, there)) for p in paths]
-            # by lists of files: brackets in a folder's name would make it a glob
+            # Lists of files are given, since a folder's name with brackets would be taken for a glob.
             persist(lambda: fs.get(paths, copies), folder)
         return self.copy.name
 
     def _open_writer(self):
+        """Make `writer`, and the folder, from which incomplete saves are removed."""
         self.barriers = SaveBarriers() if jax.process_count() > 1 else None
         if jax.process_index() == 0:
-            with contextlib.suppress(Exception):  # of any storage; the first save tries again
+            with contextlib.suppress(
+                Exception
+            ):  # whatever the storage raises; the first save tries again
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._remove_all(self._incomplete())
         self.writer = make_writer(self.folder, self.barriers, self._before_commit)
 
     def _before_commit(self):
-        """Called in process 0 before a checkpoint gets its name. Raises an error where the run may not write it."""
+        """Called in process 0 before a checkpoint gets its name. Raises an error if the run may not write it."""
         self.wait_for_log()
         self.confirm()
 
     def save(self, step, state, sequences, extra, val_loss=None, patience=None):
         """Start to write the state at `step`, after `sequences` sequences, with {name: value} `extra` in its meta.
 
-        Where that fails, now or in the background, a warning is printed, and after `finish` `saved` is not `step`. The
-        save before comes first: where it is not done `patience` seconds after it started, this one is given up with a
-        warning; None: this one waits for it.
+        If it fails, now or in the background, a warning is printed, and after `finish` the attribute `saved` is not
+        `step`. The previous save must end first. If it has not ended `patience` seconds after it started, no checkpoint
+        is written, with a warning; with None, this save waits for it.
         """
         if step == self.saved:
             return
         if self.written and patience is not None:
             wait([self.written], max(0, self.started + patience - time.monotonic()))
             if not all_of(self.written.done()):
-                warn(f"no checkpoint of step {step}: the one before is still being written")
+                warn(f"no checkpoint of step {step}: the previous one is still being written")
                 return
         self.finish()
         meta = dict(extra, step=step, sequences=sequences, val_loss=val_loss)
@@ -159,15 +171,17 @@ class Checkpoints:
         error = None
         try:
             self.writer.save(self.folder / str(step), args=args)
-        except Exception as e:  # of the storage: what is copied from the devices is in memory
+        except (
+            Exception
+        ) as e:  # an error of the storage: the copy from the devices to memory cannot fail
             error = e
         self.saved = step
         self.started = time.monotonic()
         self.written = self.watcher.submit(self._watch, step, val_loss, error)
 
     def _watch(self, step, val_loss, error):
-        """Wait until the save of `step` has ended. Then remove the checkpoints that are not to be kept or, where it
-        failed, what it left. error: the one with which the save could not even start, or None."""
+        """Wait until the save of `step` has ended. Then remove the checkpoints that are no longer kept or, if it
+        failed, what it left. error: the error with which the save failed to start, or None."""
         try:
             if error:
                 raise error
@@ -177,7 +191,9 @@ class Checkpoints:
             self.on_disk = step
             self.losses[step] = val_loss
             if jax.process_index() == 0:
-                with contextlib.suppress(Exception):  # as below; the next save tries again
+                with contextlib.suppress(
+                    Exception
+                ):  # whatever the storage raises; the next save tries again
                     self._remove_old_ones()
         except Exception as e:  # whatever the storage makes the libraries raise
             if self.barriers:
@@ -190,8 +206,8 @@ class Checkpoints:
                 self._clean_up(step, is_unreadable=isinstance(e, Unreadable))
 
     def _read_back(self, step):
-        """Raises an error where Orbax cannot read what describes the arrays of a checkpoint; the numbers themselves are
-        not read. Orbax reports no error of its own where it has written something that it cannot read."""
+        """Raises an error if Orbax cannot read the description of the arrays in a checkpoint. The numbers themselves
+        are not read. A save that wrote something unreadable raises no error of its own."""
         self.meta(step)
         reader = make_reader(ocp.PyTreeCheckpointHandler())
         state = self.folder / str(step) / "state"
@@ -199,16 +215,17 @@ class Checkpoints:
             raise Unreadable("its arrays cannot be read back")
 
     def _remove_old_ones(self):
-        """Remove what `steps_to_keep` does not name. Raises Unavailable, before anything is removed, where the storage
-        cannot tell the validation loss of a checkpoint."""
+        """Remove the checkpoints that `steps_to_keep` does not name. If the validation loss of a checkpoint cannot be
+        read since the storage does not answer, raises Unavailable before anything is removed."""
         self.confirm()
         losses = {step: self.val_loss(step) for step in self._list()}
         gone = losses.keys() - steps_to_keep(losses, self.keep, self.every)
-        # what is incomplete is of an earlier save: no other one runs now
+        # Whatever is incomplete belongs to an earlier save, since no other save runs now.
         self._remove_all([*map(str, gone), *self._incomplete()])
 
     def val_loss(self, step):
-        """Validation loss of a checkpoint; None where none was measured, or it is damaged. Raises Unavailable."""
+        """The validation loss of a checkpoint; None if none was measured or the checkpoint is damaged. Raises
+        Unavailable."""
         if step not in self.losses:
             try:
                 self.losses[step] = self.meta(step)["val_loss"]
@@ -220,37 +237,42 @@ class Checkpoints:
 
     def _clean_up(self, step, is_unreadable):
         """Remove what a failed save of `step` left, so that a full disk has room for the next one. A complete
-        checkpoint is removed only where it is unreadable: where the storage did not answer, it may be sound."""
-        with contextlib.suppress(Exception):  # as above
+        checkpoint is removed only if it is unreadable. If the storage did not answer, it may be sound."""
+        with contextlib.suppress(
+            Exception
+        ):  # whatever the storage raises; the next save tries again
             if is_unreadable:
                 self._remove_all([str(step)])
             for _ in range(0 if is_remote(str(self.folder)) else 10):
-                time.sleep(0.5)  # another process's part of it may still be on its way
+                time.sleep(0.5)  # another process may still be writing its part
                 names = self._incomplete()
                 self._remove_all(names)
                 if not names:
                     break
 
     def _remove_all(self, names):
+        """Remove the folders with these names from the folder of the checkpoints."""
         for name in names:
             folder = str(self.folder / name)
             with contextlib.suppress(FileNotFoundError):
                 ask(folder, "rm", recursive=True)
 
     def finish(self):
-        """Wait until the newest save is written, or has failed, on all processes."""
+        """Wait until the newest save has succeeded or failed on all processes."""
         if self.written:
             self.written.result()
             if not all_of(self.on_disk == self.saved):
                 self.losses.pop(self.saved, None)
-                if self.on_disk == self.saved:  # as this process alone believes
+                if (
+                    self.on_disk == self.saved
+                ):  # it succeeded on this process and failed on another one
                     self.on_disk = None
                 self.saved = None
         self.written = None
 
     def steps(self):
-        """Steps of all checkpoints, the newest first: what process 0 finds. Raises UserError on all processes."""
-        most = 1000  # of all processes the same shape
+        """The steps of all checkpoints that process 0 finds, the newest first. Raises UserError on all processes."""
+        most = 1000  # a fixed number, since a broadcast needs the same shape on all processes
         found = on_all(lambda: self._list()[:most] if jax.process_index() == 0 else [])
         shared = np.full(most, -1, np.int64)
         shared[: len(found)] = found
@@ -259,26 +281,27 @@ class Checkpoints:
         return [int(step) for step in shared if step >= 0]
 
     def _list(self):
-        """Steps of the checkpoints that this process finds, the newest first."""
+        """The steps of the checkpoints that this process finds, the newest first."""
         names = set(names_in(str(self.folder))) - {*self._incomplete()}
         return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
     def _incomplete(self):
+        """Names of what saves left that did not complete."""
         return incomplete_saves(str(self.folder))
 
     def meta(self, step):
-        """The values that `save` wrote beside the state. Raises UserError where they are damaged."""
+        """The values that `save` wrote beside the state. Raises UserError if they are damaged."""
         meta = read_json(str(self.folder), str(step), "meta", "metadata")
         if meta.get("sum") != meta_sum(meta):
             raise UserError("what is beside its arrays is not what was saved")
         return meta
 
     def restore(self, abstract, before=math.inf, multiple=1):
-        """(state, meta) of the newest sound checkpoint; None where there are no checkpoints. Raises UserError where all
-        are damaged. Damaged ones are moved to checkpoints-damaged, with a warning.
+        """(state, meta) of the newest sound checkpoint; None if there are no checkpoints. Raises UserError if all are
+        damaged. Damaged ones are moved to the folder checkpoints-damaged, with a warning.
 
-        before: for a rollback: only checkpoints of earlier steps are read, those of multiples of `multiple` first, and
-        all later ones are deleted.
+        before: given for a rollback. Only checkpoints of earlier steps are read, first those whose step is a multiple
+        of `multiple`, and all later ones are deleted.
         """
         self.finish()
         there = self.steps()
@@ -300,8 +323,8 @@ class Checkpoints:
         return found
 
     def _clear(self, later, damaged):
-        """Remove the checkpoints of the steps `later`, and move damaged ones away, where no save will meet them.
-        Returns in words where those are now. Raises UserError."""
+        """Remove the checkpoints of the steps `later`, and move the damaged ones to another folder, where no later save
+        collides with them. Returns, in words, where they are now. Raises UserError."""
         self.confirm()
         self._remove_all(map(str, later))
         if not damaged:
@@ -316,11 +339,11 @@ class Checkpoints:
         return f", the damaged checkpoints are moved to {aside}"
 
     def restore_params(self, abstract, first=None):
-        """The parameters alone, like `abstract`, of the checkpoint of step `first` if that is sound, else of the newest
-        sound one. Raises UserError where there is none."""
+        """The parameters alone, with the shapes and shardings of `abstract`: those of the checkpoint of step `first` if
+        it is sound, else those of the newest sound one. Raises UserError if there is none."""
         item = {"params": abstract}
-        how = ocp.checkpoint_utils.construct_restore_args(item)
-        args = ocp.args.PyTreeRestore(item, how, partial_restore=True)
+        restore_args = ocp.checkpoint_utils.construct_restore_args(item)
+        args = ocp.args.PyTreeRestore(item, restore_args, partial_restore=True)
         steps = sorted(self.steps(), key=lambda step: step == first, reverse=True)
         found, damaged = self._newest_sound(args, steps)
         if found is None:
@@ -331,9 +354,11 @@ class Checkpoints:
         return state["params"]
 
     def _newest_sound(self, args, steps):
-        """Read the checkpoints of `steps`, in this order, until one is sound: ((what Orbax's `args` read of it, its
-        meta), the steps of the damaged ones before it). (None, []) where `steps` is empty. Raises UserError where none
-        is sound, or one is of another model."""
+        """Read the checkpoints of `steps`, in this order, until one is sound.
+
+        Returns ((what Orbax's `args` read of it, its meta), the steps of the damaged ones before it); (None, []) if
+        `steps` is empty. Raises UserError if none is sound, or if one is of another model.
+        """
         reader = make_reader(ocp.CompositeCheckpointHandler())
         damaged = []
         for step in steps:
@@ -351,8 +376,8 @@ class Checkpoints:
         return None, []
 
     def _read(self, reader, step, args):
-        """((what `args` read of one checkpoint, its meta), "") where all processes find it sound, else (None, why it is
-        not sound). Raises UserError where it is of another model, Unavailable where the storage of a process does not
+        """((what `args` read of one checkpoint, its meta), "") if all processes find it sound, else (None, why it is
+        not sound). Raises UserError if it is of another model, and Unavailable if the storage of a process does not
         answer."""
         found, reason, other = on_all(lambda: self._read_here(reader, step, args))
         if not all_of(not reason):
@@ -369,11 +394,11 @@ class Checkpoints:
         return found, ""
 
     def _read_here(self, reader, step, args):
-        """Read a checkpoint on this process: ((what `args` read, its meta) or None, why it cannot be read or "", which
-        other model it is of or ""). Raises Unavailable.
+        """Read a checkpoint on this process. Returns ((what `args` read, its meta) or None, why it cannot be read or
+        "", by which flags it is of another model or ""). Raises Unavailable.
 
-        An error does not tell whether the checkpoint is damaged or the storage was away for a moment. So a remote
-        checkpoint is read up to three times, each time once the storage answers again.
+        An error does not tell whether the checkpoint is damaged or the storage failed for a moment. So a remote
+        checkpoint is read up to three times, each time after the storage answers again.
         """
         folder = str(self.folder / str(step))
         for _ in range(3 if is_remote(folder) else 1):
@@ -387,11 +412,11 @@ class Checkpoints:
                 return (state, meta), "", ""
             except Exception as e:  # whatever a damaged file makes the libraries raise
                 reason = first_line(e)
-                names_in(folder)  # waits until the storage answers
+                names_in(folder)  # the listing is not used: this waits until the storage answers
         return None, reason, ""
 
     def close(self):
-        """`finish`, and end the threads."""
+        """Wait for the newest save and end the threads."""
         self.finish()
         self.watcher.shutdown()
         if self.writer:

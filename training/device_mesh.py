@@ -1,4 +1,4 @@
-"""The mesh: which device is where along dp, pp and tp."""
+"""The device mesh: how the devices are arranged along the axes dp, pp and tp."""
 
 import jax
 from jax.experimental import mesh_utils
@@ -9,7 +9,8 @@ from runtime.messages import UserError
 
 
 def make_mesh(cfg, devices=None):
-    """The (dp, pp, tp) mesh over `devices`, by default the first n_devices; neighbors on an axis are near."""
+    """The (dp, pp, tp) mesh over `devices`, by default the first --n_devices. Neighbors on an axis are close to each
+    other in the network."""
     if devices is None:
         devices = jax.devices()[: cfg.run.n_devices]
     grid = device_grid(cfg.run.n_device_axis, devices)
@@ -17,8 +18,11 @@ def make_mesh(cfg, devices=None):
 
 
 def device_grid(shape, devices):
-    """`devices` as an array of `shape` (dp, pp, tp): tp on the fastest links, then pp, then dp. TPU slices, which
-    only a slow network joins, lie along dp, or along pp where they do not divide dp."""
+    """`devices` as an array of `shape` (dp, pp, tp): tp gets the fastest links, then pp, then dp.
+
+    TPU slices are connected by a slower network. They are arranged along dp, or along pp if their number does not
+    divide dp. Raises UserError where it divides neither.
+    """
     slices = collectives.count_slices(devices)
     if slices == 1:
         return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)

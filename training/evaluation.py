@@ -1,4 +1,4 @@
-"""The held-out loss, over the same validation batches every time."""
+"""The held-out loss, always over the same validation batches."""
 
 import functools
 
@@ -13,8 +13,9 @@ from training.sizes import val_batch_shape
 
 
 def make_evaluate(cfg, mesh, corpus):
-    """`evaluate(params)` -> {"loss/val_loss", "loss/val_cross_entropy_loss"} over eval_steps batches drawn from all
-    validation shards: the same batches every time, whatever --seed. Raises UserError where there is less than one."""
+    """`evaluate(params)` -> {"loss/val_loss", "loss/val_cross_entropy_loss"}, the means over --eval_steps batches from
+    all validation shards. The batches are always the same, whatever --seed is. Raises UserError where the shards hold
+    less than one batch."""
     n_parts, M, B = val_batch_shape(cfg)
     batch_size = n_parts * M * B
     n_batches = min(cfg.run.eval_steps, corpus.n_sequences // batch_size)
@@ -28,7 +29,7 @@ def make_evaluate(cfg, mesh, corpus):
             f"validation: an evaluation takes {n_batches * batch_size} sequences and not "
             f"{cfg.run.eval_steps * batch_size}, since {corpus.folder} holds no more"
         )
-    n_parts *= n_batches
+    n_parts *= n_batches  # parts of all batches together
     loss = jax.jit(model.make_loss(utils.replace(cfg, microbatches=M), mesh, train=False))
     order = functools.partial(corpus.sequences, seed=0)
 

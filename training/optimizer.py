@@ -18,7 +18,7 @@ import utils
 from architectures import parameters
 from training import muon
 
-# {flag: type} of the flags of the optimizer that are numbers: rates, decays and the steps of the schedule.
+# {flag: dtype} of the optimizer's flags that are numbers: rates, decays and the steps of the schedule.
 HYPERPARAMETERS = {
     f.name: {int: np.int32, float: np.float32}[f.type]
     for f in dataclasses.fields(utils.Optimizer)
@@ -27,17 +27,17 @@ HYPERPARAMETERS = {
 
 
 def hyperparameters(cfg, mesh):
-    """{flag: int32 [] or float32 [] on all devices}: the numbers of `cfg.optimizer`, for `steps.make_train_step`.
+    """{flag: int32 [] or float32 [] on all devices}: the numbers of `cfg.optimizer`, for `train_step.make_train_step`.
 
-    A compiled step takes them as inputs and not as constants, for two reasons. Runs that differ only in them, as in a
-    sweep over learning rates, share one compiled program: the second run finds it in the cache. And XLA would simplify
-    programs with different constants in different ways, which round differently. So a run that is resumed with a new
-    rate equals, to the bit, the run that was planned this way from the start.
+    A compiled step takes them as inputs and not as constants, for two reasons. First, runs that differ only in them, as
+    in a sweep over learning rates, share one compiled program: the second run finds it in the cache. Second, XLA would
+    simplify programs with different constants in different ways, which round differently. As they are inputs, a run
+    that is resumed with a new rate equals, to the bit, a run that was planned this way from the start.
     """
     replicated = NamedSharding(mesh, P())
     found = {}
-    for name, kind in HYPERPARAMETERS.items():
-        value = kind(getattr(cfg.optimizer, name))
+    for name, dtype in HYPERPARAMETERS.items():
+        value = dtype(getattr(cfg.optimizer, name))
         found[name] = jax.make_array_from_callback((), replicated, lambda _, value=value: value)
     return found
 
@@ -46,9 +46,9 @@ def make_optimizer(cfg, mesh):
     """AdamW (arXiv:1711.05101) or Muon (arXiv:2502.16982) after clipping by the global norm.
 
     Its `update` takes the `learning_rate` of the step as `rate`. optax's own schedules count updates, and so would not
-    count steps that are skipped. Weight decay follows the schedule: each step subtracts learning rate x weight_decay x
-    the matrix, for the embedding times embedding_lr. The numbers of `cfg.optimizer` may be traced arrays, since a
-    compiled step takes them as inputs; `init` needs none of them.
+    count skipped steps. Weight decay follows the schedule: each step subtracts learning rate x weight_decay x the
+    matrix from a matrix, and embedding_lr times that from the embedding. The numbers of `cfg.optimizer` may be traced
+    arrays, since a compiled step takes them as inputs; `init` needs none of them.
     """
     o = cfg.optimizer
     # Norms, biases and routers are not decayed: they are small, and their scale matters.
@@ -64,10 +64,10 @@ def make_optimizer(cfg, mesh):
 
 
 def make_rule(cfg, mesh):
-    """The optax transformation that --optimizer names, from gradients to updates of about the same size whatever the
-    gradients' size, to be multiplied by the learning rate.
+    """The optax transformation that --optimizer names. It turns gradients of any size into updates of about the same
+    size, which are then multiplied by the learning rate.
 
-    Muon updates matrices between hidden channels, for which it is made; AdamW updates all others.
+    Muon is made for matrices between hidden channels, and updates only those; AdamW updates all other parameters.
     """
     adam = optax.scale_by_adam(b1=0.9, b2=cfg.optimizer.adam_b2)
     if cfg.optimizer.optimizer == "adamw":
@@ -87,7 +87,7 @@ def descend(updates, state, params=None, *, rate, **_):
 
 
 NEVER = 2**31 - 1  # the largest int32, a step that no run reaches
-# {--schedule: function from the share of the decay that has passed to the share of max_lr - end_lr that is left}. For
+# {--schedule: function from the share of the decay that has passed to the share of max_lr - end_lr that remains}. For
 # wsd it is 1 - sqrt, which ends with the lowest loss of the shapes that arXiv:2405.18392 compares.
 SHAPES = dict(
     cosine=lambda share: (1 + jnp.cos(jnp.pi * share)) / 2,
@@ -97,8 +97,8 @@ SHAPES = dict(
 
 
 def learning_rate(o, step):
-    """The learning rate of step number `step`, counted from 0: float32 [], never negative. It depends on nothing but
-    the flags `o`, a `utils.Optimizer`.
+    """The learning rate of step number `step`, counted from 0, as float32 []. It is never negative. It depends only on
+    the step and on the flags `o`, a `utils.Optimizer`.
 
     With max_lr 1, end_lr 0, warmup_steps 10, end_steps 110 and, for wsd, decay_steps 40:
 
@@ -108,11 +108,11 @@ def learning_rate(o, step):
         wsd                     0     0.5   1     1     1     0.5   0.29  0
         wsd, decay_steps 0      0     0.5   1     1     1     1     1     1
     """
-    begin = o.warmup_steps
+    decay_start = o.warmup_steps
     if o.schedule == "wsd":
-        begin = jnp.where(o.decay_steps > 0, o.end_steps - o.decay_steps, NEVER)
-    share = jnp.clip((step - begin) / jnp.maximum(1, o.end_steps - begin), 0, 1)
+        decay_start = jnp.where(o.decay_steps > 0, o.end_steps - o.decay_steps, NEVER)
+    share = jnp.clip((step - decay_start) / jnp.maximum(1, o.end_steps - decay_start), 0, 1)
     decaying = (o.max_lr - o.end_lr) * SHAPES[o.schedule](share) + o.end_lr
     warming = o.max_lr - o.max_lr * (1 - step / jnp.maximum(1, o.warmup_steps))
-    rest = jnp.where(step < begin, o.max_lr, decaying)
-    return jnp.where(step < o.warmup_steps, warming, rest)
+    after_warmup = jnp.where(step < decay_start, o.max_lr, decaying)
+    return jnp.where(step < o.warmup_steps, warming, after_warmup)

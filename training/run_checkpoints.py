@@ -1,7 +1,7 @@
-"""The training state of a run: initialized, restored and saved, laid out for the run's mesh and pipeline.
+"""Initializes, restores and saves the training state of a run, laid out for the run's mesh and pipeline.
 
-Apart from `training/checkpointing.py` since this needs the flags, the mesh and the optimizer of a run, and that does
-not: sampling, export and evaluation read checkpoints without them.
+This is not part of `training/checkpointing.py`, since it needs the flags, the mesh and the optimizer of a run.
+Sampling, export and evaluation read checkpoints without them.
 """
 
 import functools
@@ -19,21 +19,27 @@ from training.train_state import abstract_state, arranger, init_state
 
 
 class RunCheckpoints(Checkpoints):
-    """The checkpoints of a run. They hold the blocks in their order in the model, whatever --pp_interleave is, so they
-    fit every mesh: `arranger` converts states from and to the order in which the run's stages hold them."""
+    """The checkpoints of a run.
+
+    They hold the blocks in their order in the model, whatever --pp_interleave is, so they fit every mesh. `arranger`
+    converts a state from and to the order in which the stages of this run hold the blocks.
+    """
 
     def __init__(
         self, cfg, mesh, optimizer, fingerprint, load_weights=None, mix_borders=(), lock=None
     ):
-        """fingerprint: of the data. load_weights(abstract): the parameters that the run starts from, of
-        `weights.open_weights`; None: random ones. mix_borders: `Mixture.borders` of the data. lock: the `Lock` of the
-        run directory, which is confirmed before anything is written or removed there; None: another process has it.
+        """fingerprint: of the data. load_weights(abstract): returns the parameters that the run starts from, of
+        `weights.open_weights`; None for random ones. mix_borders: `Mixture.borders` of the data. lock: the `Lock` of
+        the run directory, which is confirmed before anything is written or removed there; None in the processes for
+        which process 0 holds it.
         """
         self.cfg = utils.replace(cfg, pp_interleave=1)
         explain = functools.partial(resume.other_flags, self.cfg)
         folder = os.path.join(cfg.run.folder, "checkpoints")
-        how = dict(keep=cfg.run.keep_checkpoints, every=cfg.run.keep_every, explain=explain)
-        super().__init__(folder, **how, **({"confirm": lock.confirm} if lock else {}))
+        settings = dict(keep=cfg.run.keep_checkpoints, every=cfg.run.keep_every, explain=explain)
+        if lock:
+            settings["confirm"] = lock.confirm
+        super().__init__(folder, **settings)
         self.optimizer = optimizer
         self.load_weights = load_weights
         self.stored = abstract_state(self.cfg, mesh, optimizer)
@@ -47,7 +53,7 @@ class RunCheckpoints(Checkpoints):
         )
 
     def restore_or_init(self):
-        """(state, meta) of the newest sound checkpoint; of step 0 where there are no checkpoints."""
+        """(state, meta) of the newest sound checkpoint; the initial ones where there are no checkpoints."""
         return self._running(self.restore(self.stored))
 
     def roll_back(self, before):
@@ -59,7 +65,7 @@ class RunCheckpoints(Checkpoints):
         return self._running(self.restore(self.stored, before, self.cfg.run.save_steps))
 
     def _running(self, found):
-        """What `restore` found, or the state of step 0, in the order of the run's stages."""
+        """What `restore` found, or else the initial state, with the blocks in the order of the run's stages."""
         if not found:
             params = self.load_weights and self.load_weights(self.stored.params)
             state = init_state(self.cfg, self.stored, self.optimizer, params)
@@ -68,12 +74,12 @@ class RunCheckpoints(Checkpoints):
         return self.to_running(state), meta
 
     def save_running(self, step, sequences, state, bad_steps, val_loss=None, patience=None):
-        """Start to write the state. bad_steps: the `BadSteps` of the run. val_loss: of the evaluation at this step.
-        patience: as in `save`."""
+        """Start to write the state. bad_steps: the `BadSteps` of the run. val_loss: that of the evaluation at this
+        step. patience: as in `save`."""
         extra = self.extra | dict(faults=bad_steps.state())
         self.save(step, self.to_stored(state), sequences, extra, val_loss, patience)
 
     def not_saved(self, step):
-        """The steps up to `step` that are in no checkpoint yet, in words."""
+        """The steps up to `step` that no checkpoint holds yet, in words."""
         first = (self.on_disk or 0) + 1
         return f"the steps from {first} to {step}" if step >= first else "no step"

@@ -1,4 +1,4 @@
-"""What a run builds before its loop: its data, its compiled programs and its log; and what it prints of them."""
+"""Builds what a run needs before its loop, its data, its compiled programs and its log, and prints what they are."""
 
 import math
 import time
@@ -29,21 +29,22 @@ class Data(NamedTuple):
 
     train: Mixture
     val: Mixture
-    fingerprint: str  # of both, which a resumed run compares
+    fingerprint: str  # of both, which must be the same when the run is resumed
 
 
 class Programs(NamedTuple):
-    """What the devices are given to do."""
+    """The functions that run on the devices."""
 
     train_step: Callable  # compiled: (state, tokens, targets, numbers) -> (state, metrics)
-    numbers: dict  # of the optimizer, inputs of that step
+    numbers: dict  # the last input of that step, of `optimizer.hyperparameters`
     evaluate: Callable  # params -> {name: held-out loss}
     score_tasks: Callable  # (params, step, last, phases) -> {name: number}
     sample: Callable  # params -> texts
 
 
 def open_data(cfg, opened):
-    """The `Data`, compared with those of the run that is resumed and of the other processes."""
+    """The `Data` of the run. Raises UserError where they differ from those of the run that is resumed, or from those of
+    the other processes."""
     stored = opened.stored
     per_step = math.prod(batch_shape(cfg)[:-1])  # sequences
     corpus = Mixture(cfg, "train", cfg.run.training_steps * per_step)
@@ -65,10 +66,10 @@ def open_data(cfg, opened):
 
 def print_setup(cfg, data):
     """Print the mesh, the model and the data."""
-    kind = jax.devices()[0].device_kind
-    say(f"mesh (dp, pp, tp) = {cfg.run.n_device_axis} on {cfg.run.n_devices} x {kind}")
-    if jax.default_backend() != "cpu" and chips.chip_of(kind) is None:
-        say(f"the peak of {kind} is not known, so no MFU is shown")
+    device_kind = jax.devices()[0].device_kind
+    say(f"mesh (dp, pp, tp) = {cfg.run.n_device_axis} on {cfg.run.n_devices} x {device_kind}")
+    if jax.default_backend() != "cpu" and chips.chip_of(device_kind) is None:
+        say(f"the peak of {device_kind} is not known, so no MFU is shown")
     say(f"parameters: {count_in_words(cfg)}")
     corpus = data.train
     shares = corpus.shares / corpus.shares.sum(1, keepdims=True)
@@ -86,7 +87,7 @@ def print_setup(cfg, data):
 
 
 def make_programs(cfg, mesh, optimizer, data, opened, workbench, goodput):
-    """The `Programs` of a run, of which the train step is compiled here."""
+    """The `Programs` of a run. The train step is compiled here, the others when they are first called."""
     evaluate = make_evaluate(cfg, mesh, data.val)
     arguments = cfg, mesh, opened.encoding, opened.ends
     score_tasks = processes.on_all(lambda: open_tasks(workbench, *arguments))
@@ -97,7 +98,8 @@ def make_programs(cfg, mesh, optimizer, data, opened, workbench, goodput):
 
 
 def open_tasks(workbench, cfg, *arguments):
-    """`make_task_scorer` of --eval_tasks; without that flag a function that returns {}."""
+    """The function that scores --eval_tasks, of `Workbench.make_task_scorer`; without that flag one that returns
+    {}."""
     if not cfg.run.eval_tasks:
         return lambda *_: {}
     try:
@@ -107,22 +109,26 @@ def open_tasks(workbench, cfg, *arguments):
 
 
 def compile_train_step(cfg, mesh, optimizer):
-    """The compiled train step of training/train_step.py; how long that took is printed."""
-    began = time.time()
+    """Compile the train step of training/train_step.py, and print how long that took."""
+    start = time.time()
     abstract = abstract_state(cfg, mesh, optimizer)
     lowered = lower_train_step(cfg, mesh, abstract)
-    # A cached program carries the names of the code that compiled it, which --profile would show.
+    # A program from the compilation cache has the names and lines of the code that was compiled then, which a trace
+    # would show. With --profile they are part of the cache's key, so that they are those of today's code.
     by_names = "jax_compilation_cache_include_metadata_in_key"
     jax.config.update(by_names, bool(cfg.run.profile))
     train_step = lowered.compile(compiler_options=profiling.compiler_options(cfg))
     jax.config.update(by_names, False)
-    say(f"compiled in {duration(time.time() - began)}")
+    say(f"compiled in {duration(time.time() - start)}")
     return train_step
 
 
 def open_log(cfg, step, goodput, checkpoints):
-    """(the log of the steps after `step`, its `Overfitting`). The rows so far tell `goodput` what the run has spent. A
-    checkpoint gets its name only after the rows before it are written."""
+    """(the log of the steps after `step`, its `Overfitting`).
+
+    This also adds to `goodput` what the run has spent so far, by its rows, and has a checkpoint get its name only after
+    the rows before it are written.
+    """
     log = RunLog(cfg) if jax.process_index() == 0 else NoLog()
     found, end = processes.on_all(lambda: log.open(step))
     goodput.add_spent(found, step, end)
@@ -131,7 +137,8 @@ def open_log(cfg, step, goodput, checkpoints):
 
 
 def write_config(log, data, ends):
-    """Write config.json, which tools read and a resumed run is compared with, and the tokenizer beside it."""
+    """Write config.json, which tools read and which is compared with the flags when the run is resumed, and copy the
+    tokenizer beside it."""
     config = utils.flatten(log.cfg) | {
         "data_fingerprint": data.fingerprint,
         "commit": installation.commit(),
@@ -143,7 +150,8 @@ def write_config(log, data, ends):
 
 
 def write_plan(cfg, log, plans):
-    """The plan by formulas, which plan.json keeps for tools/page.py; None where the devices' peak is not known."""
+    """The plan by formulas, which is also written to plan.json for tools/page.py; None where the devices' peak is
+    unknown."""
     planned = plans.plan_of(cfg)
     if planned:
         log.write("plan.json", plans.as_json(planned))

@@ -1,4 +1,4 @@
-"""The training state: what a step reads and writes, its shapes, where it is on the mesh, and how it begins."""
+"""The training state, which a step reads and writes: its shapes, its shardings, and its initial values."""
 
 from typing import Any, NamedTuple
 
@@ -13,16 +13,16 @@ from architectures import parameters
 
 
 class TrainState(NamedTuple):
-    """All that a step reads and writes. A checkpoint holds it and the number of sequences consumed."""
+    """All that a step reads and writes. A checkpoint holds this and the number of sequences consumed."""
 
-    params: Any  # float32, see model.param_table
+    params: Any  # float32, a tree as of `model.param_table`
     opt_state: Any
     step: jax.Array  # int32 []
-    key: jax.Array  # uint32 [2], of dropout
+    key: jax.Array  # uint32 [2], the random key of dropout
 
 
 def abstract_params(cfg, mesh):
-    """The parameters as float32 ShapeDtypeStructs with shardings."""
+    """The model's parameters as float32 ShapeDtypeStructs with shardings."""
     table = model.param_table(cfg)
     return jax.tree.map(
         lambda param, sharding: jax.ShapeDtypeStruct(param.shape, jnp.float32, sharding=sharding),
@@ -33,10 +33,14 @@ def abstract_params(cfg, mesh):
 
 
 def map_opt_state(optimizer, params, of_params, of_others, beside):
-    """The optimizer's state for `params`, a tree of ShapeDtypeStructs: of_params(leaf, x) for what belongs to the
-    parameter of x in the tree `beside`, of_others(leaf) for all else."""
+    """A tree like the optimizer's state for `params`, which is a tree of ShapeDtypeStructs.
 
-    def is_masked(leaf):  # a parameter that another rule of the optimizer updates
+    Its leaves are of_params(leaf, x) for a leaf of the state that belongs to a parameter, where x is that parameter's
+    leaf in the tree `beside`, and of_others(leaf) for all other leaves.
+    """
+
+    def is_masked(leaf):
+        """Whether the leaf belongs to a parameter that another rule of the optimizer updates."""
         return isinstance(leaf, optax.MaskedNode)
 
     return optax.tree_map_params(
@@ -50,7 +54,8 @@ def map_opt_state(optimizer, params, of_params, of_others, beside):
 
 
 def abstract_state(cfg, mesh, optimizer):
-    """TrainState of ShapeDtypeStructs: optimizer leaves lie as their parameters do, scalars on all devices."""
+    """A TrainState of ShapeDtypeStructs. Leaves of the optimizer are sharded like their parameters, and scalars are
+    replicated."""
     params = abstract_params(cfg, mesh)
     replicated = NamedSharding(mesh, P())
     opt_state = map_opt_state(
@@ -66,8 +71,11 @@ def abstract_state(cfg, mesh, optimizer):
 
 
 def arranger(cfg, abstract):
-    """Function that gives a tree the shapes and shardings of `abstract`. Checkpoints and samples have the blocks in
-    order [blocks, ...]; --pp_interleave deals them out to stages in rounds."""
+    """A function that gives a tree the shapes and shardings of the tree `abstract`.
+
+    Checkpoints and samples hold the blocks in their order in the model, [blocks, ...]. With --pp_interleave, a stage
+    holds several groups of blocks, one for each round, and so a running state has other shapes.
+    """
     if cfg.run.pp_interleave == 1:
         return lambda tree: tree
 
@@ -79,7 +87,8 @@ def arranger(cfg, abstract):
 
 
 def init_state(cfg, abstract, optimizer, params=None):
-    """TrainState at step 0, made in place on the mesh, the same on every mesh. `params`, if given, are used up."""
+    """The TrainState at step 0, with the same values on every mesh. Every device computes its own part. `params`, if
+    given, are used instead of random ones, and are donated: the caller can no longer use them."""
 
     def init(params, seed):
         init_key, key = jax.random.split(jax.random.key(seed))

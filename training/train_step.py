@@ -24,12 +24,14 @@ from training.train_state import TrainState
 
 
 def make_train_step(cfg, mesh):
-    """`train_step(state, tokens, targets, numbers)` -> (state, metrics); tokens and targets int32 [accumulation, M, B,
-    T]; numbers: of `optimizer.hyperparameters`, which stand in for those of `cfg`.
+    """`train_step(state, tokens, targets, numbers)` -> (state, metrics).
 
-    Gradients are averaged over the accumulation in float32. shard_map is around the loss alone: gradient, clipping and
-    optimizer see global arrays. A bad step, whose loss or gradient is not finite, changes only `state.step`, the one
-    clock of the learning rate.
+    tokens, targets: int32 [accumulation, M, B, T]. numbers: of `optimizer.hyperparameters`; they replace the numbers in
+    `cfg.optimizer`.
+
+    Gradients are averaged over the accumulation in float32. Only the loss is inside shard_map: gradient, clipping and
+    optimizer see global arrays. A bad step, whose loss or gradient is not finite, changes nothing but `state.step`, by
+    which the learning rate is found.
     """
 
     arch = architecture_of(cfg)
@@ -37,7 +39,8 @@ def make_train_step(cfg, mesh):
     def train_step(state, tokens, targets, numbers):
         now = utils.replace(cfg, **numbers)
         gradient = jax.value_and_grad(model.make_loss(now, mesh, train=True), has_aux=True)
-        # jit, so that it is traced once, for its shapes and for its use; inline, so that the program stays the same
+        # With jit it is traced only once, although it is used twice: for its shapes and for its values. With inline the
+        # compiled program is the same as without jit.
         gradient = jax.jit(gradient, inline=True)
         optimizer = make_optimizer(now, mesh)
         rate = learning_rate(now.optimizer, state.step)
@@ -47,9 +50,9 @@ def make_train_step(cfg, mesh):
             params = optax.apply_updates(state.params, updates)
             params = arch.after_step(now, params, seen.measured["load"], tokens.size)
             norm = optax.tree.norm(grads)
-            sound = jnp.isfinite(loss) & jnp.isfinite(norm)
+            is_sound = jnp.isfinite(loss) & jnp.isfinite(norm)
             before = state.params, state.opt_state
-            choose = functools.partial(jnp.where, sound)
+            choose = functools.partial(jnp.where, is_sound)
             params, opt_state = jax.tree.map(choose, (params, opt_state), before)
         metrics = step_metrics(cfg, loss, seen, rate, norm)
         return TrainState(params, opt_state, state.step + 1, state.key), metrics
@@ -58,9 +61,11 @@ def make_train_step(cfg, mesh):
 
 
 def accumulate_gradient(gradient, state, tokens, targets):
-    """((loss, `model.Metrics`), gradient of every parameter): means over the accumulation, but sums of what is measured
-    of routers. gradient: of jax.value_and_grad, a function of one batch; tokens, targets int32 [accumulation, M, B,
-    T]."""
+    """((loss, `model.Metrics`), gradient of every parameter), all as means over the accumulation. Only what routers
+    measure is a sum.
+
+    gradient: a function of one batch, made by jax.value_and_grad. tokens, targets: int32 [accumulation, M, B, T].
+    """
     n_batches, M, B, _ = tokens.shape
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
 
@@ -75,7 +80,7 @@ def accumulate_gradient(gradient, state, tokens, targets):
     total, _ = lax.scan(add_batch, zeros, (jnp.arange(n_batches), tokens, targets))
     (_, summed), _ = total
     (loss, seen), grads = jax.tree.map(lambda x: x / n_batches, total)
-    # not means: the load is whole counts, by which router biases move
+    # Sums, since the load must stay a count of tokens, by which router biases are updated.
     return (loss, seen._replace(measured=summed.measured)), grads
 
 
@@ -95,7 +100,7 @@ def step_metrics(cfg, loss, seen, lr, grad_norm):
         metrics["loss/load_loss"] = seen.load_loss
         shares = counts / counts.sum(-1, keepdims=True)
         metrics["load/expert"] = shares.mean(0)  # [E]
-        # the fullest expert of each layer, [layers]; 1 where the load is even
+        # [layers]: how full the fullest expert of each layer is, 1 where the load is even
         metrics["load/layer"] = cfg.model.n_experts * shares.max(-1)
         metrics["load/dropped"] = seen.dropped
         n_tokens = counts.sum(-1) / cfg.model.experts_per_token  # [layers]
@@ -105,7 +110,7 @@ def step_metrics(cfg, loss, seen, lr, grad_norm):
 
 
 def as_row(metrics):
-    """{name: number} of `step_metrics` on the host: an array NAME becomes NAME_0, NAME_1 and so on."""
+    """What `step_metrics` returned as {name: number} on the host. An array NAME becomes NAME_0, NAME_1 and so on."""
     row = {}
     for name, value in metrics.items():
         if value.ndim:
@@ -116,14 +121,17 @@ def as_row(metrics):
 
 
 def lower_train_step(cfg, mesh, abstract):
-    """`make_train_step`, ready to be compiled for a TrainState like `abstract`, which it overwrites. (Not for a state
-    itself: a restored one would give another program.)"""
+    """The function of `make_train_step`, lowered for a TrainState like `abstract`. The compiled step overwrites the
+    state that it gets.
+
+    It is lowered for an abstract state, since a restored state would lower to another program than an initial one.
+    """
     batch = NamedSharding(mesh, collectives.BATCH_SPEC)
     tokens = jax.ShapeDtypeStruct(batch_shape(cfg), jnp.int32, sharding=batch)
     replicated = NamedSharding(mesh, P())
     numbers = {
-        name: jax.ShapeDtypeStruct((), kind, sharding=replicated)
-        for name, kind in HYPERPARAMETERS.items()
+        name: jax.ShapeDtypeStruct((), dtype, sharding=replicated)
+        for name, dtype in HYPERPARAMETERS.items()
     }
     state_shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     step = jax.jit(
