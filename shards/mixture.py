@@ -29,9 +29,9 @@ class Mixture:
     """The corpora of --mix, or the single one of --data. In each phase of a run, every corpus has a fixed share of the
     sequences.
 
-    folder: the split, train or val. n_train: number of sequences of the whole run, which is cut into phases. None, for
-    validation: there is one phase, in which each corpus has its mean share of the run, and corpora without the split
-    are left out. Raises UserError.
+    folder: the split, train or val. n_train: number of sequences of the whole run, which is divided into phases. With
+    None, for validation, there is one phase, in which each corpus has its mean share of the run, and corpora without
+    the split are left out. Raises UserError.
     """
 
     def __init__(self, cfg, folder, n_train=None):
@@ -139,11 +139,12 @@ class Mixture:
 
 
 class Phase:
-    """Which corpus each sequence of a phase comes from: a pattern, the period, that repeats.
+    """Which corpus each sequence of a phase comes from. A pattern, the period, is repeated.
 
-    Of the c sequences of a corpus in a period, the i-th lies at the fraction (i + 1/2) / c. So every stretch of the
-    phase has the shares to within about one sequence: shares [2, 1] make the period a b a. A corpus is read in its own
-    order through all periods and phases, as if it were alone.
+    Of the c sequences of a corpus in a period, the i-th lies at the fraction (i + 1/2) / c of the period. So every
+    stretch of the phase has the right shares to within about one sequence. For example, shares [2, 1] make the period
+    a b a. A corpus is read in its own order through all periods and phases, as if it were alone.
+
     shares: int64 [corpora]: sequences of each corpus in a period. start: number of the phase's first sequence.
     before: int64 [corpora]: sequences of each corpus before that one.
     """
@@ -167,7 +168,7 @@ class Phase:
 
 
 def data_fingerprint(*mixtures):
-    """Hash of what the shards of the mixtures hold. It does not depend on the folder or bucket that they are in."""
+    """The hash of the content of the mixtures' shards. It does not depend on the folder or bucket that they are in."""
     contents = []
     for corpus in [corpus for mixture in mixtures for corpus in mixture.corpora]:
         shards = []
@@ -182,15 +183,15 @@ def data_fingerprint(*mixtures):
 
 
 def corpus_root(cfg, name):
-    """Folder or address of a corpus of --mix: a name that is an address itself, or a folder inside --data."""
+    """The folder or address of a corpus of --mix. Its name is either an address itself, or a folder inside --data."""
     return name if is_remote(name) else os.path.join(cfg.data.data, name)
 
 
 def parse_mix(mix):
     """The phases of --mix: [(share of the run at which it ends, {name: weight})]. Raises UserError.
 
-    "a:2,b:1 until 0.8, b:1" is [(0.8, {"a": 2.0, "b": 1.0}), (1.0, {"b": 1.0})]. Without --mix, "", the one corpus is
-    "", --data itself.
+    "a:2,b:1 until 0.8, b:1" is [(0.8, {"a": 2.0, "b": 1.0}), (1.0, {"b": 1.0})]. Without --mix, which is then "", the
+    only corpus is --data itself, with the name "".
     """
     if not mix:
         return [(1.0, {"": 1.0})]

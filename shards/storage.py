@@ -29,7 +29,7 @@ KEPT = re.compile(r"[0-9a-f]{40}-\d{1,9}(\.[0-9a-f]{16}\.part)?")
 
 
 def list_shards(folder):
-    """{name: what the storage says about the file} of the .npy files in a folder, local or remote; {} if it has none.
+    """{name: the storage's metadata of the file} of the .npy files in a folder, local or remote; {} if it has none.
     Hidden files are left out, such as the ._000000.npy that macOS puts beside 000000.npy. Raises UserError."""
     found = {os.path.basename(info["name"]): info for info in list_folder(folder)}
     shards = [name for name in sorted(found) if name.endswith(".npy") and name[0] != "."]
@@ -117,7 +117,7 @@ class Shard:
     The first read of a block reads and verifies all of it. Later reads get only the bytes that they ask for, unless the
     local file has changed since; then the block is verified again.
 
-    info: the file's size and what else its storage says about it. entry: its entry in the manifest, {} without one.
+    info: the file's size and the rest of the storage's metadata. entry: its entry in the manifest, {} without one.
     All methods raise UserError, which names the file, where it is missing, damaged or not a shard, and Unavailable
     where it cannot be read.
     """
@@ -130,8 +130,8 @@ class Shard:
         self.verified = {}  # {block: version of the local copy that was verified}
         self.first = None  # version of the local file when it was first read
         self.cache = cache
-        # The key of its blocks in the cache. Without a manifest, what the storage says (such as the time of the last
-        # change) tells whether an object was replaced.
+        # The key of its blocks in the cache. Without a manifest, the storage's metadata of the object, such as the time
+        # of its last change, shows whether it was replaced.
         identity = repr((path, sorted(map(repr, info.items()))))
         self.key = entry.get("sha256") or hashlib.sha256(identity.encode()).hexdigest()
         self.is_remote = is_remote(path)
@@ -143,12 +143,9 @@ class Shard:
             f = io.BytesIO(self._read_bytes(0, min(self.size, BLOCK, 4096)).tobytes())
             version = np.lib.format.read_magic(f)
             # 3.0 differs from 2.0 only in how it encodes names of fields, which plain arrays do not have
-            is_first = version == (1, 0)
-            read = (
-                np.lib.format.read_array_header_1_0
-                if is_first
-                else np.lib.format.read_array_header_2_0
-            )
+            read = np.lib.format.read_array_header_2_0
+            if version == (1, 0):
+                read = np.lib.format.read_array_header_1_0
             shape, _, dtype = read(f)
         except ValueError as e:
             raise self._damaged(f"it is no .npy file: {e}") from None
@@ -167,8 +164,9 @@ class Shard:
     def read(self, start, stop, vocab_size):
         """Token ids `start` to `stop`, in the file's dtype. Raises UserError for an id beyond the vocabulary."""
         offset, dtype, _ = self.header
-        begin, end = offset + start * dtype.itemsize, offset + stop * dtype.itemsize
-        ids = self._read_bytes(begin, end).view(dtype)
+        first_byte = offset + start * dtype.itemsize
+        end = offset + stop * dtype.itemsize
+        ids = self._read_bytes(first_byte, end).view(dtype)
         # As unsigned numbers, negative ids are large, and so beyond the vocabulary too.
         unsigned = dtype.str.replace("i", "u")
         top = int(ids.view(unsigned).max(initial=0))
@@ -195,10 +193,10 @@ class Shard:
 
     def _read_block(self, b, start, stop):
         """Bytes `start` to `stop` of block b as uint8. The block is verified when it is first read."""
-        # so that two threads do not fetch the same block
+        # One lock per block, so that two threads do not fetch the same block.
         with self.locks.setdefault(b, threading.Lock()):
             if b in self.verified:
-                content, version = self._kept(b, start, stop)
+                content, version = self._read_local(b, start, stop)
                 if self.verified[b] == version and len(content) == stop - start:
                     return content
             content, self.verified[b] = self._verify(b)
@@ -206,14 +204,15 @@ class Shard:
 
     def _verify(self, b):
         """(all bytes of block b as uint8, their version), verified. A remote block is fetched unless it is cached."""
-        start, length = b * BLOCK, min(BLOCK, self.size - b * BLOCK)
-        content, version = self._kept(b, 0, length)
+        start = b * BLOCK
+        length = min(BLOCK, self.size - start)
+        content, version = self._read_local(b, 0, length)
         if self._is_sound(b, content):
             return content, version
         for _ in range(2 * self.is_remote):  # twice, since a block may be damaged on its way here
             try:
-                place = dict(start=start, end=start + length)
-                content = ask(self.path, "cat_file", patience=PATIENCE, **place)
+                part = dict(start=start, end=start + length)
+                content = ask(self.path, "cat_file", patience=PATIENCE, **part)
             except FileNotFoundError:
                 raise self._missing() from None
             if self._is_sound(b, content):
@@ -221,7 +220,7 @@ class Shard:
                 return np.frombuffer(content, np.uint8), version
         raise self._damaged(f"its bytes from {start:,} on do not have the checksum of the manifest")
 
-    def _kept(self, b, start, stop):
+    def _read_local(self, b, start, stop):
         """(bytes `start` to `stop` of block b as uint8, their version) as they are on this machine, not verified. A
         remote block has no bytes where it is not cached, and always the same version."""
         if self.is_remote:
@@ -254,7 +253,9 @@ class Shard:
         return known in ("", f"{zlib.crc32(content):08x}")
 
     def _missing(self):
+        """The error for a shard that is not there."""
         return UserError(f"{self.path} is missing; make it again", flag="data")
 
     def _damaged(self, how):
+        """The error for a damaged shard."""
         return UserError(f"{self.path} is damaged ({how}); make it again", flag="data")

@@ -7,23 +7,24 @@ Only matrices between hidden states are updated so. `training/optimizer.py` give
 AdamW.
 
 Why a mesh needs more than that. AdamW works on each number by itself, so a device updates what it holds. Newton-Schulz
-steps need whole matrices, of which a device may hold a block, or a copy that others hold too. So every matrix gets an
-owner: blocks travel to it, it makes the matrix orthogonal, and blocks of the update travel back. Who owns what is fixed
-by shapes alone, before anything runs (`make_buckets`).
+steps need whole matrices, of which a device may hold only a block, or a copy that other devices hold too. So every
+matrix gets an owner: the blocks are sent to it, it makes the matrix orthogonal, and the blocks of the update are sent
+back. The owners are chosen by shapes alone, before anything runs (`make_buckets`).
 
-    block     What a device holds of a matrix: all of its rows and columns, or some.
-    owner     The device that works on a matrix. The devices that hold blocks of the same matrices, or copies of them,
-              own equally many.
-    bucket    Matrices that lie on the mesh in the same way, worked on as one batch: a product of many matrices at once
-              is fast. Those of other shapes join where that saves time.
+    block     What a device holds of a matrix: all of its rows and columns, or some of them.
+    owner     The device that works on a matrix. All devices that hold blocks of the same matrices, or copies of them,
+              own the same number of them.
+    bucket    Matrices that are distributed over the mesh in the same way, worked on as one batch, since one product of
+              many matrices is fast. Matrices of other shapes join a bucket where that saves time.
     padding   Zero rows and columns that bring a matrix to the shape of its bucket, and empty slots in a bucket, so that
               every owner has as many matrices.
 
 Example: 20 matrices [768, 2048], whose rows are split over 16 devices. Each device holds 20 blocks [48, 2048] and owns
-2 matrices: it sends the others the blocks of theirs and gets the 15 missing blocks of its own. 12 of the bucket's 32
-slots are padding. With copies on 16 devices instead, each owns 2 of those that it holds, and the updates are gathered.
+2 matrices. It sends to the other devices the blocks of their matrices, and gets the 15 missing blocks of each of its
+own. 12 of the bucket's 32 slots are padding. If instead 16 devices hold copies of whole matrices, each owns 2 of them,
+and the updates are gathered.
 
-Rows may change places with columns, and their order does not matter: Newton-Schulz steps commute with both.
+Rows and columns may be exchanged, and their order does not matter: Newton-Schulz steps commute with both.
 """
 
 import functools
@@ -40,9 +41,9 @@ import model
 from architectures import parameters
 from collectives import EXPERT_AXES, from_owners, to_owners
 
-# (a, b, c) of each step's polynomial a X + b (X X^T) X + c (X X^T)^2 X, by Polar Express (arXiv:2505.16932, section 4):
-# four steps that bring singular values of 0.003 to 1 near to 1. Each divides its input by 1.02 as well: rounding in
-# bfloat16 makes the largest a little larger, and these polynomials grow fast beyond their range.
+# (a, b, c) of each step's polynomial a X + b (X X^T) X + c (X X^T)^2 X, by Polar Express (arXiv:2505.16932, section 4).
+# The four steps bring singular values between 0.003 and 1 close to 1. A division of the input by 1.02 is included in
+# each: rounding in bfloat16 makes the largest singular value a little larger, and the polynomials grow fast beyond 1.
 COEFFICIENTS = (
     (8.0579, -22.0522, 15.5407),
     (3.9263, -2.7538, 0.4974),
@@ -50,12 +51,13 @@ COEFFICIENTS = (
     (2.4623, -1.7456, 0.3975),
 )
 STEPS = len(COEFFICIENTS)
-# Root mean square of an update (arXiv:2502.16982, section 2.2): about that of AdamW, so the same learning rates work
+# Root mean square of an update (arXiv:2502.16982, section 2.2). It is about that of AdamW, so the same learning rates
+# work.
 UPDATE_RMS = 0.2
-# Added to the norm of a matrix: a matrix of zeros stays zero instead of becoming NaN
+# Added to the norm of a matrix, so that a matrix of zeros stays zero and does not become NaN.
 EPS = 1e-12
-# Operations that a TPU does while it sends one number of two bytes. Work and traffic are weighed against each other by
-# it.
+# Operations that a TPU does while it sends one number of two bytes. With it, computation and communication are compared
+# when buckets are made.
 FLOPS_PER_NUMBER = 5000
 
 
@@ -87,10 +89,10 @@ def hidden_params(cfg):
 
 
 def orthogonalize_local(leaves, table, mesh_size, dtype):
-    """Muon's updates, float32, of the parts that a device holds of the leaves that `table` describes, inside shard_map.
-    What travels and is multiplied has the type `dtype`."""
+    """Muon's updates, in float32, of a device's parts of the leaves that `table` describes; called inside shard_map.
+    Numbers are sent and multiplied in `dtype`."""
     matrices = matrices_of(table, mesh_size)
-    arrays = []  # a device's array of each of `matrices`
+    arrays = []  # the device's array of each element of `matrices`
     for x, p in zip(leaves, table):
         borders = np.cumsum(sizes_of_parts(p))[:-1]
         arrays += jnp.split(x.astype(dtype), borders, -1)
@@ -113,15 +115,15 @@ def orthogonalize_local(leaves, table, mesh_size, dtype):
 
 
 def newton_schulz(x):
-    """About U V^T of each matrix U S V^T of x [n, rows, columns], in x's type. Singular values that are at least 0.003
-    of the matrix's norm become 0.7 to 1.2. Zero rows and columns, such as padding, stay zero and change nothing
-    else."""
+    """Approximately U V^T for each matrix U S V^T of x [n, rows, columns], in the dtype of x. Singular values of at
+    least 0.003 of the matrix's norm become 0.7 to 1.2. Zero rows and columns, such as padding, stay zero and do not
+    affect the rest."""
     wide = x.shape[1] <= x.shape[2]
     squares = jnp.sum(jnp.square(x), (1, 2), jnp.float32, keepdims=True)
     norm = jnp.sqrt(squares)
     scale = (1 / (norm + EPS)).astype(x.dtype)
     for a, b, c in COEFFICIENTS:
-        # X X^T or X^T X, whichever is smaller: both give the same polynomial
+        # X X^T or X^T X, whichever is smaller; the polynomial is the same with both.
         products = "nrc,nsc->nrs" if wide else "nrc,nrd->ncd"
         gram = jnp.einsum(products, x, x) * scale**2
         factor = b * gram + c * (gram @ gram)
@@ -131,14 +133,14 @@ def newton_schulz(x):
 
 
 def newton_schulz_flops(rows, columns):
-    """Operations of `newton_schulz` for one matrix."""
+    """The number of operations of `newton_schulz` for one matrix."""
     m, n = sorted((rows, columns))
     return STEPS * (4 * m * m * n + 2 * m**3)
 
 
 class Layout(NamedTuple):
-    """Mesh axes of a matrix: those that split its rows, those that split its columns, and those along which all devices
-    hold the same."""
+    """How a matrix is distributed over the mesh: the axes that split its rows, those that split its columns, and those
+    along which all devices hold copies."""
 
     rows: tuple
     columns: tuple
@@ -146,19 +148,21 @@ class Layout(NamedTuple):
 
 
 class Matrices(NamedTuple):
-    """Matrices of one shape, of one parameter or of a part of one that holds several side by side, as a device holds
-    them: an array whose dims are those of rows, those of columns, and others, which number the matrices, in any order.
+    """Matrices of one shape, in the array in which a device holds them.
+
+    They are one parameter, or one part of a parameter in which several matrices lie side by side. Some dims of the
+    array are rows, some are columns, and the others number the matrices, all in any order.
     """
 
     shape: tuple  # of the device's array
     row_dims: tuple
     column_dims: tuple
     layout: Layout
-    scale: float  # of updates
+    scale: float  # a factor of the updates
 
     @property
     def dim_order(self):
-        """The array's dims as the blocks have them: those that number matrices, rows, columns."""
+        """The dims of the array in the order of blocks: first those that number matrices, then rows, then columns."""
         others = set(range(len(self.shape))) - {*self.row_dims, *self.column_dims}
         return (*sorted(others), *self.row_dims, *self.column_dims)
 
@@ -171,7 +175,7 @@ class Matrices(NamedTuple):
 
     @property
     def n_blocks(self):
-        """Blocks on a device, one of each matrix."""
+        """The number of blocks on a device, one for each matrix."""
         return math.prod(self.shape) // math.prod(self.block)
 
     def to_blocks(self, x):
@@ -179,7 +183,7 @@ class Matrices(NamedTuple):
         return x.transpose(self.dim_order).reshape(self.n_blocks, *self.block)
 
     def from_blocks(self, blocks):
-        """Blocks of results, which may be padded -> updates as the device's array, in float32."""
+        """Blocks of results, which may be padded -> updates in the shape of the device's array, in float32."""
         rows, columns = self.block
         ordered = [self.shape[dim] for dim in self.dim_order]
         blocks = blocks[:, :rows, :columns].reshape(ordered)
@@ -188,17 +192,17 @@ class Matrices(NamedTuple):
 
 
 def sizes_of_parts(p):
-    """Sizes along the last dim of the matrices that lie side by side in a `Param`, such as a gate beside its values."""
+    """The sizes along the last dim of the matrices side by side in a `Param`, such as a gate and its values."""
     return [n for n in p.parts if n] or [p.shape[-1]]
 
 
 def matrices_of(table, mesh_size):
-    """The `Matrices` of a list of `Param`s on a mesh of {axis: size}: one for each part of each."""
+    """The `Matrices` of a list of `Param`s on a mesh of {axis: size}: one for each part of each `Param`."""
     found = []
     for p in table:
         axes = [real_axes(entry, mesh_size) for entry in p.spec]
         split = [axes_size(dim_axes, mesh_size) for dim_axes in axes]
-        # whichever comes first in the array are the rows, so that few arrays need a transpose
+        # The side whose dims come first in the array is the rows, so that few arrays need a transpose.
         sides = [tuple(sorted(map(p.dims.index, dims))) for dims in (p.inputs, p.outputs)]
         row_dims, column_dims = sorted(sides)
         row_axes = sum((axes[dim] for dim in row_dims), ())
@@ -222,8 +226,8 @@ def real_axes(entry, mesh_size):
 
 
 def oriented(matrices):
-    """`Matrices`, perhaps with rows and columns exchanged, so that as many as possible fit the same bucket: what is
-    split are rows, and of unsplit ones the fewer are rows."""
+    """`Matrices` with rows and columns exchanged if need be, so that as many as possible fit into the same bucket: the
+    side that is split becomes the rows, or if none is split, the smaller one."""
     rows, columns, copies = matrices.layout
     exchanged = matrices._replace(
         row_dims=matrices.column_dims,
@@ -234,14 +238,14 @@ def oriented(matrices):
 
 
 class Bucket(NamedTuple):
-    """Matrices that are worked on as one batch, and how many devices they are shared out to."""
+    """Matrices that are worked on as one batch, and the devices that they are distributed to."""
 
     members: tuple  # indices in the list of `Matrices`
     layout: Layout
     block: tuple  # (rows, columns) that all blocks are padded to
-    n_blocks: int  # on a device, without empty slots
-    grid: tuple  # devices that split (rows, columns)
-    n_copies: int  # devices along the axes of copies
+    n_blocks: int  # on each device, without empty slots
+    grid: tuple  # the numbers of devices that split (rows, columns)
+    n_copies: int  # the number of devices along the axes of copies
 
     @property
     def matrix(self):
@@ -251,15 +255,15 @@ class Bucket(NamedTuple):
 
     @property
     def n_owned(self):
-        """Matrices that a device owns, empty slots included."""
+        """The number of matrices that a device owns, including empty slots."""
         return -(-self.n_blocks // (math.prod(self.grid) * self.n_copies))
 
     @property
     def owner_copies(self):
-        """Of the devices with copies, how many share the matrices out.
+        """The number of devices with copies that divide the matrices among themselves.
 
-        The fewest with which `n_owned` is what it would be with all: the updates are gathered among them alone. The
-        next ones do the same work among themselves.
+        It is the smallest number with which `n_owned` is as small as with all of them, since the updates are gathered
+        among that many devices. The other devices with copies form groups of the same size, which repeat the work.
         """
         enough = math.ceil(self.n_blocks / (math.prod(self.grid) * self.n_owned))
         numbers = range(enough, self.n_copies + 1)
@@ -267,43 +271,46 @@ class Bucket(NamedTuple):
 
     @property
     def n_slots(self):
-        """Blocks on a device with empty slots, so that every owner has as many matrices."""
+        """The number of blocks on a device, including empty slots, so that every owner has the same number of
+        matrices."""
         return self.n_owned * math.prod(self.grid) * self.owner_copies
 
     @property
     def flops(self):
-        """Operations of a device."""
+        """The number of operations of a device."""
         return self.n_owned * newton_schulz_flops(*self.matrix)
 
     @property
     def exchanged(self):
-        """Numbers that a device sends to owners, and again those that it sends back as an owner."""
+        """How many numbers a device sends to owners. As an owner it sends the same number back."""
         if math.prod(self.grid) == 1:
             return 0
         return self.n_slots // self.owner_copies * math.prod(self.block)
 
     @property
     def gathered(self):
-        """Numbers of updates that a device has once they are gathered among `owner_copies`; 0 where nothing is."""
+        """How many numbers of updates a device holds when they are gathered among `owner_copies` devices; 0 if nothing
+        is gathered."""
         return self.n_slots * math.prod(self.block) if self.owner_copies > 1 else 0
 
     @property
     def cost(self):
-        """Time of a device, in operations."""
+        """The time of a device, in operations."""
         return self.flops + FLOPS_PER_NUMBER * (2 * self.exchanged + self.gathered)
 
     def pad(self, blocks):
-        """Blocks of one member with zero rows and columns up to the bucket's shape."""
+        """The blocks of one member, padded with zero rows and columns to the shape of the bucket."""
         rows, columns = [size - own for size, own in zip(self.block, blocks.shape[1:])]
         return jnp.pad(blocks, ((0, 0), (0, rows), (0, columns)))
 
 
 def make_buckets(matrices, mesh_size):
-    """The `Bucket`s of a list of `Matrices` on a mesh of {axis: size}: at first one for each layout and shape.
+    """The `Bucket`s of a list of `Matrices` on a mesh of {axis: size}.
 
-    Then the two buckets are merged whose merging saves most time, until none saves any. A bucket of
-    fewer matrices than devices leaves devices idle: in two buckets, 3 matrices [18, 7] and 29 of [16, 7] take twice as
-    long on 64 devices as in one bucket of 32 [18, 7].
+    At first there is one bucket for each layout and shape. Then those two buckets are merged whose merging saves most
+    time, again and again until no merging saves any. A bucket with fewer matrices than devices leaves devices idle. For
+    example, 3 matrices [18, 7] and 29 matrices [16, 7] take twice as long on 64 devices in two buckets as in one bucket
+    of 32 matrices [18, 7].
     """
     same_shape = {}
     for i, one in enumerate(matrices):
@@ -324,19 +331,20 @@ def make_buckets(matrices, mesh_size):
 
 
 def axes_size(axes, mesh_size):
-    """Number of devices along mesh axes."""
+    """The number of devices along these mesh axes."""
     return math.prod(mesh_size[axis] for axis in axes)
 
 
 def merged(a, b):
-    """The `Bucket` of two buckets of one layout, padded to the larger rows and columns."""
+    """The `Bucket` of the members of two buckets with the same layout, padded to the larger number of rows and of
+    columns."""
     block = tuple(map(max, a.block, b.block))
     members = a.members + b.members
     return a._replace(members=members, block=block, n_blocks=a.n_blocks + b.n_blocks)
 
 
 def saving(a, b):
-    """What a device saves where two buckets are merged, in operations."""
+    """The operations that a device saves if two buckets are merged."""
     if a.layout != b.layout:
         return 0
     return a.cost + b.cost - merged(a, b).cost

@@ -1,7 +1,7 @@
-"""What this program relies on inside Orbax, beyond its documentation, all in one file.
+"""Everything in which this program relies on Orbax beyond its documentation.
 
-Read in the source of Orbax 0.12.8. tests/test_orbax_workarounds.py fails with another minor version, or where one of
-these facts no longer holds: then read that source again, here.
+It was read in the source of Orbax 0.12.8. tests/test_orbax_workarounds.py fails with another minor version, or if one
+of these facts no longer holds. Then the source has to be read again, and this file changed.
 """
 
 import jax
@@ -10,17 +10,21 @@ import orbax.checkpoint as ocp
 from runtime.files import is_remote, names_in, read_file
 
 MINOR_VERSION = "0.12"
-BARRIERS = 2  # that Orbax passes in a save: all have written, and the first process has committed the checkpoint
-# In a bucket nothing can be renamed: a last object, with this name, says that all others are there.
+# The barriers of a save: after the first, all processes have written, and after the second, process 0 has committed the
+# checkpoint.
+BARRIERS = 2
+# In a bucket nothing can be renamed. Instead, an object with this name is written last and means that all others are
+# there.
 COMMITTED = "commit_success.txt"
 
 
 class SaveBarriers:
-    """The barriers at which the processes that write a checkpoint meet. They fail at once where one process failed.
+    """The barriers at which the processes that write a checkpoint wait for each other. They fail at once where one
+    process has failed.
 
-    Orbax's own barriers wait 20 minutes for a process that does not come. Here each process posts a word at every
-    barrier of a save: that it has arrived, or that it failed and will not come. So all processes know, none waits for
-    nothing, and the next save starts with new barriers.
+    Orbax's own barriers wait 20 minutes for a process that does not arrive. Here each process posts a word at every
+    barrier of a save: that it has arrived, or that it has failed and will not arrive. So all processes know it, none
+    waits in vain, and the next save starts with new barriers.
     """
 
     def __init__(self):
@@ -29,6 +33,7 @@ class SaveBarriers:
         self.barrier = 0  # barriers of the newest save at which this process has posted its word
 
     def start_save(self):
+        """Use new barriers from now on."""
         self.saves += 1
         self.barrier = 0
 
@@ -42,26 +47,29 @@ class SaveBarriers:
                 raise OSError(f"process {process} failed to")
 
     def fail(self):
-        """Post at the barriers of this save that are left that this process will not come."""
+        """Post at the remaining barriers of this save that this process has failed."""
         while self.barrier < BARRIERS:
             self._post("failed")
 
     def _post(self, word):
+        """Post a word of this process at its next barrier."""
         key = f"checkpoint/{self.saves}/{self.barrier}/{jax.process_index()}"
         self.client.key_value_set(key, word)
         self.barrier += 1
 
 
 def temporary_path_class(folder):
-    """Orbax's class of the temporary folder that a save in `folder` fills, changed so that an error in creating it is
-    raised when the save is finalized.
+    """Orbax's class for the temporary folder of a save in `folder`, changed so that an error in creating the folder is
+    raised only when the save is finalized.
 
-    Orbax's threads that write the arrays wait until the temporary folder is there. Where it cannot be created, they
-    would wait for 5 minutes, and so would the process where it ends.
+    Orbax's threads that write the arrays wait until the temporary folder exists. If it cannot be created, they would
+    wait for 5 minutes, and the process could not end before.
     """
     usual = ocp.path.atomicity_defaults.get_default_temporary_path_class(folder)
 
     class TemporaryPath(usual):
+        """Orbax's class, which keeps the error of `create`."""
+
         error = None
 
         async def create(self, **settings):
@@ -80,38 +88,39 @@ def temporary_path_class(folder):
 
 
 def make_writer(folder, barriers, before_commit):
-    """Orbax's writer of checkpoints in `folder`, which works in threads of its own.
+    """Orbax's writer of checkpoints in `folder`, which writes in its own threads.
 
-    barriers: `SaveBarriers`, or None in a single process. before_commit(): called by the first process before a
-    checkpoint gets its name; an error that it raises ends the save.
+    barriers: `SaveBarriers`, or None in a single process. before_commit(): called by process 0 before a checkpoint gets
+    its name; an error that it raises ends the save.
     """
-    how = dict(
+    settings = dict(
         async_options=ocp.AsyncOptions(
             barrier_sync_fn=barriers, post_finalization_callback=before_commit
         ),
-        # else the training thread would ask the storage, and fail or wait with it
+        # Otherwise the training thread would call the storage, and fail or wait with it.
         file_options=ocp.options.FileOptions(skip_sync_file_validations=True),
         temporary_path_class=temporary_path_class(folder),
     )
-    handler = ocp.CompositeCheckpointHandler(composite_options=ocp.CompositeOptions(**how))
-    return ocp.AsyncCheckpointer(handler, **how)
+    handler = ocp.CompositeCheckpointHandler(composite_options=ocp.CompositeOptions(**settings))
+    return ocp.AsyncCheckpointer(handler, **settings)
 
 
 def make_reader(handler):
-    """Orbax's reader for this process alone. Otherwise a process that finds damage would leave the others waiting in
-    Orbax's barriers."""
+    """Orbax's reader, which works in this process alone. Otherwise a process that finds a damaged file would leave the
+    others waiting at Orbax's barriers."""
     me = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(me, {me}, f"process{me}")
     return ocp.Checkpointer(handler, multiprocessing_options=alone)
 
 
 def incomplete_saves(folder):
-    """Names in `folder` of what saves left that did not complete."""
+    """The names in `folder` of what incomplete saves left there."""
     names = names_in(folder)
     incomplete = [name for name in names if ocp.path.step.TMP_DIR_SUFFIX in name]
     if is_remote(folder):
         for name in names:
-            # The object is read, not looked up in a listing: a listing may be older, and what is incomplete is removed.
+            # The object is read and not searched in a listing. A listing may be outdated, and what counts as incomplete
+            # is removed.
             if name.isdecimal() and read_file(f"{folder}/{name}/{COMMITTED}") is None:
                 incomplete.append(name)
     return incomplete
