@@ -58,8 +58,8 @@ def run(flags, workbench, pulse=None):
     """`start`, together with the other processes of the run; returns its exit status."""
     interrupts.watch(lambda number: interrupts.end(128 + number, interrupts.words))
     try:
-        processes.join_processes(flags.cfg, lambda: command_line.alike(flags.cfg))
-        status = start(flags, workbench, interrupts.BEGAN, pulse)
+        processes.join_processes(flags.cfg, lambda: command_line.shared_settings(flags.cfg))
+        status = start(flags, workbench, interrupts.STARTED, pulse)
     except BaseException as e:
         if not jax.distributed.is_initialized():
             raise

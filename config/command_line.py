@@ -134,7 +134,7 @@ def flags_of_file(path, beside):
     return values
 
 
-def alike(cfg):
+def shared_settings(cfg):
     """{name: value} of what all processes of a run must have in common: the installation and the flags."""
     flags = without(utils.flags_with(per_process=True), utils.flatten(cfg))
     return installation.facts() | {f"--{flag}": value for flag, value in flags.items()}

@@ -16,10 +16,10 @@ from runtime.messages import Unavailable, UserError, duration, put_line, say, sa
 SAMPLES_SHOWN = 3
 
 
-def report_end(run, now, signalled, began, format_to_export):
+def report_end(run, now, signalled, started, format_to_export):
     """Print and record how the run ended, and return its exit status.
 
-    run: a `train.Run`; now: its `train.Now`. signalled: the signal that stopped it, or 0. began: when it started, by
+    run: a `train.Run`; now: its `train.Now`. signalled: the signal that stopped it, or 0. started: when it started, by
     time.time(). format_to_export: of a `Workbench`.
     """
     cfg = run.cfg
@@ -31,7 +31,7 @@ def report_end(run, now, signalled, began, format_to_export):
     # Only process 0 reads the log, and so knows the time before this start.
     shares = f" {run.goodput.words()};" if jax.process_index() == 0 else ""
     saved = f"everything is saved in {cfg.run.folder}"
-    words = f"at step {step} after {duration(time.time() - began)};{shares} {saved}"
+    words = f"at step {step} after {duration(time.time() - started)};{shares} {saved}"
     if signalled:
         say(f"stopped {words}; rerun the same command to resume")
         return 128 + signalled

@@ -27,14 +27,14 @@ class Goodput:
     saved at the end, as after a signal, the time without a process is "resting".
     """
 
-    def __init__(self, began):
-        """began: when this process started, by time.time()."""
+    def __init__(self, started):
+        """started: when this process started, by time.time()."""
         self.resumed = 0  # how many times the run was resumed
-        self.restart(began)
+        self.restart(started)
 
-    def restart(self, began, part="starting"):
-        """Count from the time `began`, at a start or a rollback. `add_spent` adds what the run spent before."""
-        self.began = self.since = began
+    def restart(self, started, part="starting"):
+        """Count from the time `started`, at a start or a rollback. `add_spent` adds what the run spent before."""
+        self.started = self.since = started
         self.part = part
         self.seconds = dict.fromkeys(PARTS, 0.0)
 
@@ -74,9 +74,9 @@ class Goodput:
         before = spent_in(kept[-1]) if kept else dict.fromkeys(PARTS, 0.0)
         before["resting"] = spent_in(last)["resting"]
         if end:
-            before["resting"] += max(0.0, self.began - end["time"])
+            before["resting"] += max(0.0, self.started - end["time"])
         self.resumed = 1 + max(row.get("resumed", 0) for row in rows)
-        before["lost"] += max(0.0, self.began - first - sum(before.values()))
+        before["lost"] += max(0.0, self.started - first - sum(before.values()))
         self.seconds = {part: self.seconds[part] + before[part] for part in PARTS}
 
     def row(self):

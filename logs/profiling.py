@@ -38,7 +38,7 @@ class Profile:
         self.cfg = cfg
         self.train_step = train_step
         self.wait = wait
-        self.began = False  # whether the trace was started
+        self.is_started = False  # whether the trace was started
         first, self.last = checks.profiled_steps(cfg.run)
         self.first = max(first, step + 1)
         self.done = 0  # the last finished step
@@ -51,10 +51,10 @@ class Profile:
 
     def start_if_due(self, step):
         """Start the trace if `step` is its first one."""
-        if step != self.first or self.first > self.last or self.began:
+        if step != self.first or self.first > self.last or self.is_started:
             return
         self.wait()
-        self.began = True
+        self.is_started = True
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = (
             0  # recording every call of a Python function would slow the host

@@ -72,7 +72,7 @@ def planned_config(flags, machine):
     flags = flags.with_given(n_devices=0, compilation_cache="")
     found = Found(
         machine.n,
-        device_kind=machine.chip.kind,
+        device_kind=machine.chip.jax_name,
         memory_share=functools.partial(memory_share, machine=machine.as_a_run_has_it()),
         weights=of_weights,
     )
@@ -145,7 +145,7 @@ def report(plan):
     cfg, machine, seconds = plan.cfg, plan.machine, plan.seconds
     parts = [name for name, t in seconds.items() if t >= 5e-4]
     lines = [
-        f"{cfg.run.preset} on {machine.name}: {machine.n} x {machine.chip.kind}, mesh (dp, pp, tp) = "
+        f"{cfg.run.preset} on {machine.name}: {machine.n} x {machine.chip.jax_name}, mesh (dp, pp, tp) = "
         f"{cfg.run.n_device_axis}",
         f"batch        {tokens_in_words(cfg)}",
         f"parameters   {count_in_words(cfg)}",

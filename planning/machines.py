@@ -61,7 +61,7 @@ class Machine(NamedTuple):
     def kernels(self):
         """The platform whose attention kernels and experts run, as attention.platform_of says of its devices."""
         chip = self.chip
-        device = types.SimpleNamespace(platform=self.platform, device_kind=chip.kind)
+        device = types.SimpleNamespace(platform=self.platform, device_kind=chip.jax_name)
         device.compute_capability = gpus.SPECS[chip.name].capability if chip.gpu else ""
         return attention.platform_of(device)
 

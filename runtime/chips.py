@@ -33,7 +33,7 @@ class Chip(NamedTuple):
     """One jax device of a kind of chip."""
 
     name: str  # its name in --plan
-    kinds: tuple[str, ...]  # its names in jax, as `device_kind`
+    jax_names: tuple[str, ...]  # its names as `device_kind` of jax
     peak: (
         float  # FLOP/s of dense products in bfloat16, or in float16 where the chip has no bfloat16
     )
@@ -52,9 +52,9 @@ class Chip(NamedTuple):
     )
 
     @property
-    def kind(self):
+    def jax_name(self):
         """The first of jax's names."""
-        return self.kinds[0]
+        return self.jax_names[0]
 
     @property
     def gpu(self):
@@ -109,16 +109,16 @@ OTHER_NAMES = {"v5litepod": "v5e", "tpu7x": "v7x", "a100-80gb": "a100"}
 OTHER_NAMES |= {"4090": "rtx4090", "3090": "rtx3090"}
 # How --plan names a machine: TPU slices by Google's name or by their dims, GPUs by hosts and GPUs or by number.
 MACHINES = [
-    r"(?:(?P<groups>\d+)[*x])?(?P<kind>v\w+|tpu7x)-(?P<number>\d+)",  # v4-32
-    r"(?:(?P<groups>\d+)\*)?(?P<kind>v\w+):(?P<dims>[\dx]*\d)",  # v4:2x2x4
-    r"(?:gpu:)?(?:(?P<groups>\d+)x)?(?P<dims>\d+)x(?P<kind>[\w-]+)",  # gpu:2x8xH100
-    r"(?P<groups>)(?P<kind>[a-z][\w-]*)(?::(?P<dims>\d+))?",  # H100:8
+    r"(?:(?P<groups>\d+)[*x])?(?P<chip>v\w+|tpu7x)-(?P<number>\d+)",  # v4-32
+    r"(?:(?P<groups>\d+)\*)?(?P<chip>v\w+):(?P<dims>[\dx]*\d)",  # v4:2x2x4
+    r"(?:gpu:)?(?:(?P<groups>\d+)x)?(?P<dims>\d+)x(?P<chip>[\w-]+)",  # gpu:2x8xH100
+    r"(?P<groups>)(?P<chip>[a-z][\w-]*)(?::(?P<dims>\d+))?",  # H100:8
 ]
 
 
 def chip_of(device_kind):
     """The `Chip` with this name in jax; None where it is not in the list."""
-    return next((chip for chip in KNOWN if device_kind in chip.kinds), None)
+    return next((chip for chip in KNOWN if device_kind in chip.jax_names), None)
 
 
 def in_float32_only(device_kind):
@@ -134,8 +134,8 @@ def parse_machine(name):
     it; None where the name means no machine. Raises UserError for a TPU slice of a size that does not exist."""
     for pattern in MACHINES:
         found = re.fullmatch(pattern, name.lower())
-        kind = found and OTHER_NAMES.get(found["kind"], found["kind"])
-        chip = BY_NAME.get(kind)
+        chip_name = found and OTHER_NAMES.get(found["chip"], found["chip"])
+        chip = BY_NAME.get(chip_name)
         if chip and chip.gpu == (pattern in MACHINES[2:]):
             values = found.groupdict()
             if "dims" in values:

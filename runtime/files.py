@@ -271,17 +271,17 @@ def remove_parts(folder, name="*"):
 
 
 @contextlib.contextmanager
-def locked(path, how=0):
-    """Hold the operating system's lock of a file or folder, which ends with the process at the latest. With `how`
+def locked(path, flags=0):
+    """Hold the operating system's lock of a file or folder, which ends with the process at the latest. With `flags`
     LOCK_NB raises OSError where another process holds it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | how)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | flags)
         except (
             OSError
         ):  # raised also by a file system without locks, where the caller continues without one
-            if how:
+            if flags:
                 raise
         yield
     finally:

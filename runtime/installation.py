@@ -1,4 +1,4 @@
-"""What is installed here of this program: its commit, its files and the packages that it needs."""
+"""This installation of the program: its commit, its files and the packages that it needs."""
 
 import contextlib
 import subprocess
@@ -10,12 +10,12 @@ from pathlib import Path
 from runtime.platforms import PLUGINS
 
 ROOT = Path(__file__).resolve().parents[1]
-# What may differ between installations of the program and change its numbers or how its processes talk.
+# Packages whose version may change a run's numbers or how its processes communicate.
 PACKAGES = "jax", "jaxlib", *PLUGINS["tpu"], *PLUGINS["gpu"], "numpy", "optax", "orbax-checkpoint"
 
 
 def commit():
-    """The commit of this program, with -dirty where files were changed since; "" where there is no git for it."""
+    """The commit of this program, with -dirty if files were changed since; "" where git does not know it."""
     words = ["git", "-C", ROOT, "describe", "--always", "--abbrev=40", "--dirty"]
     try:
         return subprocess.run(words, capture_output=True, text=True).stdout.strip()
@@ -24,9 +24,10 @@ def commit():
 
 
 def facts():
-    """{name: value} of the commit, where git tells it, of packages that may change a run's numbers or how its processes
-    talk, and checksums of the program's files."""
-    of_git = commit().removesuffix("-dirty")  # the files tell more
+    """{name: value} of this installation: the commit, if git knows it; the versions of the packages that may change a
+    run's numbers or how its processes communicate; and checksums of the program's files."""
+    # -dirty is left out, since the checksums show exactly which files were changed.
+    of_git = commit().removesuffix("-dirty")
     found = {"commit": of_git} if of_git else {}
     for name in PACKAGES:
         found[name] = "none"
@@ -38,10 +39,11 @@ def facts():
 
 
 def program_files():
-    """Paths of this program: modules imported so far, and all in their packages, which may be imported later."""
+    """The paths of this program's modules: those imported so far, and all others in their packages, which may be
+    imported later."""
     for name in sorted({"main", *sys.modules}):
-        place = ROOT / name.replace(".", "/")
-        if (place / "__init__.py").is_file():
-            yield from sorted(place.glob("*.py"))
-        elif place.parent == ROOT and place.with_suffix(".py").is_file():
-            yield place.with_suffix(".py")
+        path = ROOT / name.replace(".", "/")
+        if (path / "__init__.py").is_file():
+            yield from sorted(path.glob("*.py"))
+        elif path.parent == ROOT and path.with_suffix(".py").is_file():
+            yield path.with_suffix(".py")

@@ -20,7 +20,7 @@ PACKAGES = "jax", "optax", "orbax", "tiktoken", "fsspec"  # packages that every 
 NOTHING_LOST = "interrupted while no step was in progress; nothing was lost"
 words = NOTHING_LOST  # printed when a signal ends main.py at once; replaced where something could not be saved
 
-BEGAN = time.time()  # when the process started
+STARTED = time.time()  # when the process started
 # Functions that release what other processes may wait for. They run also where the process ends at once.
 given_back = []
 # Held while the process ends. Code that starts a worker process, or creates or renames a file, holds it meanwhile, so

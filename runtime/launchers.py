@@ -1,13 +1,13 @@
-"""What the program that started this process says of the others: Slurm, and variables that jax reads."""
+"""What the launcher of this process, such as Slurm, says about the other processes, in variables that jax reads."""
 
 import os
 import re
 
 from runtime.messages import UserError
 
-# By these variables jax knows that the process is a task of a step of Slurm's.
+# If all of these variables are set, jax takes the process for a task of a Slurm step.
 SLURM = "SLURM_JOB_ID SLURM_NTASKS SLURM_PROCID SLURM_LOCALID SLURM_STEP_NODELIST".split()
-# Variables in which jax expects whole numbers where it finds the other processes by itself.
+# Variables in which jax expects whole numbers when it finds the other processes by itself.
 NUMBERS = [
     *SLURM[:4],
     *"OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_LOCAL_RANK".split(),
@@ -17,7 +17,7 @@ NUMBERS += "JAX_COORDINATOR_PORT JAX_PARTITION_INDEX JAX_SLICE_INDEX".split()
 
 
 def tasks_of_slurm():
-    """The number of processes that Slurm started with this one; 1 where it is no task of a step of Slurm's. Raises
+    """The number of processes that Slurm started, this one included; 1 if it is not a task of a Slurm step. Raises
     UserError for a variable that jax would need and cannot read."""
     in_step = all(name in os.environ for name in SLURM)
     for name in NUMBERS:
@@ -28,4 +28,5 @@ def tasks_of_slurm():
                 f"{name}={value}: must be a whole number, as the program that starts the processes sets it; leave it "
                 f"unset where none does."
             )
-    return max(1, int(os.environ["SLURM_NTASKS"])) if in_step else 1  # jax refuses 0
+    # jax does not accept 0 processes.
+    return max(1, int(os.environ["SLURM_NTASKS"])) if in_step else 1

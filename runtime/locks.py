@@ -134,7 +134,7 @@ class Lock:
         """
         watched = None  # version of the lock when it was first read; a later one is a beat, so its holder is alive
         waited = 0  # seconds without a beat
-        looked = 0  # `uptime` of the last read
+        last_read = 0  # `uptime` of the read before
         for _ in range(MOST):
             found = persist(self.storage.find, self.path)
             alive = is_alive(found.holder) if found else False
@@ -148,8 +148,8 @@ class Lock:
                     raise in_use(found.holder)
                 else:
                     # In a longer gap the storage or this process may have been away: that time proves nothing.
-                    waited += min(uptime() - looked, 2 * POLL)
-                looked = uptime()
+                    waited += min(uptime() - last_read, 2 * POLL)
+                last_read = uptime()
                 if waited < DEAD:
                     time.sleep(POLL)
                     continue

@@ -107,16 +107,16 @@ def end_with_the_first():
             interrupts.end(status, f"error: {ANOTHER}")
 
 
-def join_processes(cfg, alike):
-    """Connect to the other processes of the run, if there are any, check that alike() is the same in all of them, and
-    find the devices of all. alike() returns {name: value} of what they must have in common. Raises UserError."""
+def join_processes(cfg, shared_settings):
+    """Connect to the other processes of the run, if there are any, check that the {name: value} of shared_settings() is
+    the same in all of them, and find the devices of all. Raises UserError."""
     run = cfg.run
     if run.num_processes != 1:
         connect(run)
     several = jax.distributed.is_initialized()
     if several:
         threading.Thread(target=end_with_the_first, daemon=True).start()
-        same_everywhere(alike(), run)
+        same_everywhere(shared_settings(), run)
     platforms.find_devices()
     if several and run.n_devices not in (0, jax.device_count()):
         raise UserError(

@@ -34,7 +34,7 @@ class Pulse:
     def __init__(self, doing, lines=True, **settings):
         self.doing = doing
         self.lines = lines
-        self.began = time.monotonic()
+        self.started = time.monotonic()
         if "total" not in settings:
             settings["bar_format"] = "{desc}"
         self.bar = tqdm(disable=not has_terminal(), leave=False, **settings)
@@ -53,7 +53,7 @@ class Pulse:
         """What the program is doing now, in words."""
         if callable(self.doing):
             return self.doing()
-        return f"{self.doing}, {messages.duration(time.monotonic() - self.began)}"
+        return f"{self.doing}, {messages.duration(time.monotonic() - self.started)}"
 
     def _beat(self):
         """The thread: update the bar, or print a line where nothing was printed for a while."""
@@ -63,8 +63,8 @@ class Pulse:
                 self.bar.set_description_str(words)
                 continue
             now = time.monotonic()
-            pause = PAUSE if now - self.began < HOUR else LATER
-            if self.lines and now - max(messages.spoke, self.began) >= pause - BEAT:
+            pause = PAUSE if now - self.started < HOUR else LATER
+            if self.lines and now - max(messages.spoke, self.started) >= pause - BEAT:
                 messages.say(words)
 
     def close(self):

@@ -93,7 +93,7 @@ class Mixture:
 
     @property
     def bytes_per_token(self):
-        """Mean UTF-8 bytes of a token in a mixture of one phase; None where a corpus has no manifest that tells."""
+        """Mean UTF-8 bytes of a token in a mixture of one phase; None where a corpus has no manifest with its size."""
         each = [corpus.bytes_per_token for corpus in self.corpora]
         return None if None in each else float(np.average(each, weights=self.shares[0]))
 

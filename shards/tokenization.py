@@ -62,8 +62,8 @@ class HubTokenizer:
         config = read_json(os.path.dirname(path), "tokenizer_config.json")
         self.end = content_of_token(config.get("eos_token") or END_OF_TEXT)
         self.eot_token = self.id_of(self.end)
-        begin = self.id_of(content_of_token(config.get("bos_token")))
-        self.bos_token = self.eot_token if begin is None else begin
+        bos_token = self.id_of(content_of_token(config.get("bos_token")))
+        self.bos_token = self.eot_token if bos_token is None else bos_token
         if self.eot_token is None:
             raise UserError(
                 f"has no token {self.end}; name its eos_token in the tokenizer_config.json beside "

@@ -20,10 +20,10 @@ MACHINES = {
 
 
 def test_a_device_is_one_chip():
-    kinds = [kind for chip in chips.KNOWN for kind in chip.kinds]
+    kinds = [kind for chip in chips.KNOWN for kind in chip.jax_names]
     assert len(kinds) == len(set(kinds))
     for chip in chips.KNOWN:
-        assert all(chips.chip_of(kind) is chip for kind in chip.kinds)
+        assert all(chips.chip_of(kind) is chip for kind in chip.jax_names)
         assert chip.peak >= chip.speed > 0 and chip.memory > 7e9 and chip.bandwidth and chip.link
     assert {name for name, chip in chips.CHIPS.items() if chip.gpu} == gpus.SPECS.keys()
     others = "cpu", "NVIDIA L40S", "NVIDIA H200 MIG 1g.18gb", "TPU v9"  # begin as known ones
@@ -46,12 +46,12 @@ def test_the_dtype_of_a_chip(capsys, monkeypatch, chip, given, dtype, said):
     """Which a run keeps on another chip."""
     monkeypatch.setattr(platforms, "cpu_has_bfloat16", lambda: chip == "cpu with AMX")
     flags = Flags(presets.preset("gpt2-124m"), frozenset(given))
-    kind = chips.CHIPS[chip].kind if chip in chips.CHIPS else chip.split()[0]
+    kind = chips.CHIPS[chip].jax_name if chip in chips.CHIPS else chip.split()[0]
     cfg = settle.settle_model(flags, Found(1, device_kind=kind)).cfg
     out = capsys.readouterr().out
     assert cfg.model.model_dtype == dtype and said in out and bool(said) == bool(out)
     for other in ("T4", "L4", "T4"):
-        kind = chips.CHIPS[other].kind
+        kind = chips.CHIPS[other].jax_name
         found = Found(1, device_kind=kind, stored=utils.flatten(cfg))
         cfg = settle.settle_model(flags, found).cfg
         assert cfg.model.model_dtype == dtype
@@ -76,7 +76,7 @@ def test_the_tpu_compiler_knows_the_chip(name):
         machine = machines.parse_machine(MACHINES[name])
         devices = machines.devices_of(machine)
     assert len(devices) == machine.n
-    assert {device.device_kind for device in devices} <= set(machine.chip.kinds)
+    assert {device.device_kind for device in devices} <= set(machine.chip.jax_names)
 
 
 BELIEVED = 0.33  # most of a chip's peak that its hours count on

@@ -141,7 +141,7 @@ def test_formulas_agree_with_the_tpu_compiler(
     asked = utils.replace(cfg, plan=name, plan_json=str(tmp_path / "a/plan.json"))
     command.main(Flags(asked, frozenset(utils.flatten(cfg))))
     a = json.loads((tmp_path / "a/plan.json").read_text())
-    assert machine.chip.kind in capsys.readouterr().out and a["compiled"] and a["fits"]
+    assert machine.chip.jax_name in capsys.readouterr().out and a["compiled"] and a["fits"]
     assert (tmp_path / "a/plan.hlo").read_text() == compiled.text
     assert e.flops == pytest.approx(a["flops"]["program"], rel=0.03)
     for kind in ("all-to-all", "collective-permute"):
@@ -403,7 +403,7 @@ def test_devices_that_exist_for_the_compiler_alone(kind):
     machine = machines.parse_machine(f"gpu:2x4x{kind}")
     devices = machines.devices_of(machine)
     assert [d.process_index for d in devices] == [0] * 4 + [1] * 4
-    assert {(d.platform, d.device_kind) for d in devices} == {("gpu", machine.chip.kind)}
+    assert {(d.platform, d.device_kind) for d in devices} == {("gpu", machine.chip.jax_name)}
 
 
 GPU_CONFIGURATIONS = [("tiny", "gpu:2x8xH200", (4, 2, 2)), ("qwen3-tiny", "gpu:8xH200", (2, 2, 2))]

@@ -71,7 +71,7 @@ class BadSteps:
         if self.rollbacks == MAX_ROLLBACKS:
             raise UserError(
                 f"{self.limit} steps in a row from step {self.due.before} on had a loss "
-                f"or gradient that is not finite, after {MAX_ROLLBACKS} rollbacks; look at the losses before, or begin "
+                f"or gradient that is not finite, after {MAX_ROLLBACKS} rollbacks; look at the losses before, or start "
                 f"another run by --init_from with a lower --max_lr",
                 flag="max_bad_steps",
                 value=self.limit,

@@ -52,8 +52,8 @@ def open_data(cfg, opened):
     for part in (corpus, val_corpus):
         part.check_encoding(opened.encoding)
     fingerprint = data_fingerprint(corpus, val_corpus)
-    alike = without(utils.flags_with(per_process=True), utils.flatten(cfg))
-    processes.check_agreement(alike, fingerprint, cfg.run)
+    shared = without(utils.flags_with(per_process=True), utils.flatten(cfg))
+    processes.check_agreement(shared, fingerprint, cfg.run)
     if stored and stored["data_fingerprint"] != fingerprint:
         raise UserError(
             f"this run exists and saw other data than is now in --data {cfg.data.data} (it was "
