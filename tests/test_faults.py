@@ -394,7 +394,7 @@ def test_what_terminals_batch_systems_and_limits_send_leaves_a_checkpoint(
                 wait_for(lambda: len(heard) > n)
         begin(watchdog, what, step)
 
-    monkeypatch.setattr(processes.Watchdog, "begin", sent)
+    monkeypatch.setattr(processes.Watchdog, "enter", sent)
     monkeypatch.setattr(processes.Interrupt, "_on_signal", noted)
     before = signal.signal(number, signal.SIG_DFL)
     try:

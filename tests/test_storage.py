@@ -378,14 +378,14 @@ def test_an_outage_while_a_run_trains_costs_nothing_but_checkpoints(
     rows of a run on a local disk."""
     address, fs, proxy = bucket
     proxy.fault = lambda: None
-    begin = processes.Watchdog.enter
+    enter = processes.Watchdog.enter
 
     def outage(watchdog, name, step):
         if (name, step) == ("checkpoint", 4):
             proxy.fault = lambda: fault
         if (name, step) == ("training", 9):
             proxy.fault = lambda: None
-        begin(watchdog, name, step)
+        enter(watchdog, name, step)
 
     flags = TINY | dict(training_steps=12, save_steps=2, eval_every=3, keep_checkpoints=3)
     monkeypatch.setattr(training_program, "PATIENCE", 0.5)
@@ -393,7 +393,7 @@ def test_an_outage_while_a_run_trains_costs_nothing_but_checkpoints(
     if not undisturbed:
         assert train(**flags) == 0
         undisturbed["run"] = tmp_path / "runs/run"
-    monkeypatch.setattr(processes.Watchdog, "begin", outage)
+    monkeypatch.setattr(processes.Watchdog, "enter", outage)
     run = f"gs://bucket/{fault}"
     assert train(**flags, output_dir=run) == 0
     said = capfd.readouterr()
