@@ -102,11 +102,11 @@ def test_a_bucket_is_read_as_it_grows(bucket, folder):
     fs.put_file(str(folder / "run" / "config.json"), f"{address}/deep/run/config.json")
     runs = page.Runs([address])
     runs.pause = 0
-    assert [run.rows for run in runs.look().values()] == [[]]
+    assert [run.rows for run in runs.refresh().values()] == [[]]
     for n in (1, 3):
         written = lines(*map(row, range(1, n + 1)))
         fs.pipe_file(f"{address}/deep/run/metrics.jsonl", written.encode())
-        (run,) = runs.look().values()
+        (run,) = runs.refresh().values()
         assert run.name == "deep/run" and [row["step"] for row in run.rows] == [*range(1, n + 1)]
         assert run.about["state"] != "bad"
 
@@ -238,7 +238,7 @@ def hostile(folder, tmp_path):
 
 def test_no_run_hides_another(hostile):
     runs = page.Runs([str(hostile), str(hostile / "none"), str(hostile / "run")])
-    shown = {run.name.removeprefix(f"{hostile}/"): run.about for run in runs.look().values()}
+    shown = {run.name.removeprefix(f"{hostile}/"): run.about for run in runs.refresh().values()}
     bad = {name: about["words"] for name, about in shown.items() if about["state"] == "bad"}
     sound = set(map(page.printable, NAMES))
     assert shown.keys() - bad.keys() == sound and len(bad) == len(page.SMALL) + 4
@@ -260,12 +260,12 @@ def test_a_run_whose_storage_does_not_answer_hides_no_other(hostile, monkeypatch
 
     monkeypatch.setattr(page, "read_json", slow)
     for _ in range(3):
-        found = runs.look()
+        found = runs.refresh()
         assert found["constructor"].about["words"] == "Its storage does not answer."
         assert found["toString"].about["n"] == 8
     assert len(asked) == 1, "nobody asks it again meanwhile"
     answer.set()
-    wait_for(lambda: runs.look()["constructor"].about["n"] == 8)
+    wait_for(lambda: runs.refresh()["constructor"].about["n"] == 8)
 
 
 def test_the_script_shows_runs_and_metrics_of_any_name(hostile):

@@ -71,7 +71,7 @@ def test_a_trace_that_cannot_be_made_ends_no_run(train, monkeypatch, capsys):
 def test_parts_add_up_to_the_step(measured):
     lengths = []
     first, found = measured
-    for events in trace.devices_in(first):
+    for events in trace.events_of_devices(first):
         lengths += [end - begin for begin, end in trace.steps_in(events, first, 3)]
     assert found.devices == 8 and found.steps == 3 and len(lengths) == 24
     step = sum(lengths) / len(lengths) / 1e9
@@ -87,13 +87,15 @@ def test_parts_add_up_to_the_step(measured):
 def test_the_plan_stands_beside_it(measured):
     """The program's own work on any device, seconds where the device's speeds are known."""
     first, found = measured
-    rows = trace.beside(first, found)
+    rows = trace.compare_with_plan(first, found)
     assert rows["step"] == (found.step, None, None) and 0 < found.products < found.step
     estimate = costs.estimate(first.cfg, machines.machine_of(jax.devices()))
     assert rows["matrix products"][2] == pytest.approx(estimate.flops, rel=0.1)
     assert all(rows[f"links of {axis}"][2] > 0 for axis in ("dp", "pp", "tp"))
     about = first.about | dict(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")
-    of_program = trace.beside(trace.Trace(first.folder, about, first.cfg, first.text), found)
+    of_program = trace.compare_with_plan(
+        trace.Trace(first.folder, about, first.cfg, first.text), found
+    )
     assert of_program["step"][1] > 0 and of_program["links of dp"][1] > 0
 
 
@@ -172,8 +174,8 @@ def written_on(platform):
 @pytest.mark.parametrize("layout, platform", [(on_tpu, "tpu"), (on_gpu, "gpu")])
 def test_what_is_hidden_and_exposed_on_an_accelerator(layout, platform, monkeypatch):
     written = written_on(platform)
-    events = trace.events_of(layout([100, 200, 500]), written)
-    monkeypatch.setattr(trace, "devices_in", lambda *_: list(events.values()))
+    events = trace.events_by_device(layout([100, 200, 500]), written)
+    monkeypatch.setattr(trace, "events_of_devices", lambda *_: list(events.values()))
     found = trace.Shares(written)
     ns = {part: round(3e9 * t, 3) for part, t in found.parts.items()}
     # dp while nothing is computed
@@ -186,9 +188,9 @@ def test_what_is_hidden_and_exposed_on_an_accelerator(layout, platform, monkeypa
 
 def test_a_step_that_is_cut_off_or_missing_is_left_out(monkeypatch):
     written = written_on("tpu")
-    [device] = trace.events_of(on_tpu([100]), written).values()
+    [device] = trace.events_by_device(on_tpu([100]), written).values()
     assert trace.steps_in(device, written, 1) == [(100, 150)]
-    monkeypatch.setattr(trace, "devices_in", lambda *_: [device, []])
+    monkeypatch.setattr(trace, "events_of_devices", lambda *_: [device, []])
     refusal(lambda: trace.Shares(written), "holds no whole step")
 
 

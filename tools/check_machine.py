@@ -1,8 +1,8 @@
-"""How good is this machine for training? One command, ten minutes, one page to attach to a report.
+"""Check how well this machine trains: one command, ten minutes, one page to attach to a report.
 
 python tools/check_machine.py
 
-It needs neither data nor flags, and runs on one host. The page is written anew with each check.
+It needs neither data nor flags, and runs on one host. The page is rewritten after each check.
 """
 
 if not __package__:
@@ -33,11 +33,12 @@ class Options:
     """Check this machine, and write a page about it."""
 
     out: str = "machine-report"
-    """Folder for the page, report.md, for the same as report.json, and for a trace."""
+    """Folder for the page (report.md), the same as report.json, and a trace."""
     only: tuple[str, ...] = ()
-    """Beginnings of names: only such checks run, as with kernel collective resume model step flag."""
+    """Beginnings of the names of checks: only these run. The names begin with kernel, collective, resume, model, step
+    or flag."""
     minutes: float = parser.flag(10.0, least=0.1)
-    """Minutes for all checks. Those that would begin too late are skipped."""
+    """Minutes for all checks. Checks that would start too late are skipped."""
     n_devices: int = utils.Run.n_devices
     """Devices to simulate where there is no accelerator; 0: one."""
 
@@ -61,40 +62,44 @@ from tools import trace
 from tools.machine_checks import Skipped, Wrong
 
 PACKAGES = "jax jaxlib jax-cuda12-plugin jax-cuda13-plugin nvidia-nccl-cu12 libtpu"
-LATEST = {"model": 0.5, "flag": 0.8}  # share of --minutes after which no such check begins
-LONG = 2.0  # planned seconds of a step above which its batch is cut
-ROUNDS, STEPS = 5, 2  # measured after a first step
+LATEST = {"model": 0.5, "flag": 0.8}  # share of --minutes after which no such check is started
+LONG = 2.0  # planned seconds of a step; the batch of a longer one is halved
+# After a first step, a measurement is ROUNDS times STEPS steps.
+ROUNDS = 5
+STEPS = 2
 
 
 def presets_that_fit(devices):
-    """Yield validated Configs of presets that fit by the formulas, the largest first, with batches for short steps."""
+    """Yield the validated Configs of presets that fit in memory by the plan, the largest first, with batches small
+    enough for short steps."""
     machine = machines.machine_of(devices)
     found = []
     for name in ["tiny"] if devices[0].platform == "cpu" else PRESETS:
         cfg = preset(name)
         if machine.chip.float32:
             cfg = utils.replace(cfg, model_dtype="float32")
-        with contextlib.suppress(UserError):  # it does not divide over these devices
-            cfg = cut_batch(settle.validate(cfg, len(devices)), machine)
+        # a preset that does not divide over these devices is left out
+        with contextlib.suppress(UserError):
+            cfg = shrink_batch(settle.validate(cfg, len(devices)), machine)
             found.append((model.count_params(cfg)[0], name, cfg))
     for _, _, cfg in sorted(found, reverse=True):
         if memory_share(cfg, machine) <= 1:
             yield cfg
 
 
-def cut_batch(cfg, machine):
-    """`cfg` with half of its microbatches, as often as its step is long by the plan; as few as can be on a CPU."""
+def shrink_batch(cfg, machine):
+    """Halve the microbatches of `cfg` until its planned step is no longer than LONG; on a CPU, as often as possible."""
     d = cfg.data
     is_long = machine.platform == "cpu" or make_plan(cfg, machine).step > LONG
     if d.microbatches % 2 or not is_long:
         return cfg
     batches = "global_batch_size", "train_batch_size", "val_batch_size", "microbatches"
     half = {flag: getattr(d, flag) // 2 for flag in batches}
-    return cut_batch(utils.replace(cfg, **half), machine)
+    return shrink_batch(utils.replace(cfg, **half), machine)
 
 
 class Step:
-    """The train step of the largest preset that fits, and what its checks found for the page."""
+    """Checks of the train step of the largest preset that fits, and their results for the page."""
 
     def __init__(self, out):
         self.out = out
@@ -102,11 +107,11 @@ class Step:
         self.presets = presets_that_fit(jax.devices())
         self.cfg = None
         self.compiled = None  # the step that was measured last
-        self.rows = []  # of bench.row; the first is of the preset's own flags
-        self.report = ""  # of a trace, beside the plan
+        self.rows = []  # from bench.row; the first has the preset's own flags
+        self.report = ""  # of the trace, beside the plan
 
     def measure(self):
-        """Measure the step of the largest preset that was not tried yet."""
+        """Measure the step of the largest preset that has not been tried."""
         if self.rows:
             raise Skipped("a larger one was measured")
         self.cfg = next(self.presets, None)
@@ -117,7 +122,7 @@ class Step:
         return f"{self.cfg.run.preset}: {seconds:.4f} s for {tokens:,} tokens"
 
     def run(self, name, cfg):
-        """Measure the step of a configuration, and return its row."""
+        """Measure the step of a configuration. Returns its row. Raises `Wrong` where the loss is not finite."""
         step = self.compile(cfg)
         *_, metrics = step.run(1)
         if not math.isfinite(metrics["loss/train_loss"]):
@@ -130,21 +135,23 @@ class Step:
         return row
 
     def compile(self, cfg):
-        """The `bench.CompiledStep` of a configuration; the one before goes first, since devices have room for one."""
+        """The `bench.CompiledStep` of a configuration. The one before is freed first, since the devices have memory for
+        one."""
         self.compiled = None
         self.compiled = bench.CompiledStep(utils.replace(cfg, compilation_cache=""))
         return self.compiled
 
-    def need(self):
+    def require_step(self):
+        """Raises `Skipped` where no step was measured."""
         if not self.rows:
             raise Skipped("no step was measured")
 
     def profile(self):
-        """Trace three steps, and say where their time went."""
-        self.need()
+        """Trace three steps, and report where their time went."""
+        self.require_step()
         cfg = utils.replace(self.cfg, profile="1:3", output_dir=self.out, name="step")
         compiled = self.compile(cfg)
-        compiled.run(1)  # the first is slower
+        compiled.run(1)  # not traced: the first step is slower
         profile = Profile(cfg, 0, compiled.step, lambda: None)
         profile.start_if_due(1)
         compiled.run(3)
@@ -157,15 +164,15 @@ class Step:
 
     def halve_microbatches(self):
         """Measure the step with half as many microbatches."""
-        self.need()
+        self.require_step()
         half = self.cfg.data.microbatches // 2
         if not half:
             raise Skipped("there is one")
-        return self.vary("microbatches", half)
+        return self.measure_with("microbatches", half)
 
-    def vary(self, flag, value):
-        """Measure the step with another value of a flag."""
-        self.need()
+    def measure_with(self, flag, value):
+        """Measure the step with another value of one flag."""
+        self.require_step()
         cfg = with_flags(self.cfg, self.machine.n, **{flag: value})
         if not cfg:
             raise Skipped(f"{value} does not go with the other flags")
@@ -177,7 +184,7 @@ class Step:
 
 def checks_of(step):
     """{name: check}, in the order in which they run."""
-    n = 1 << jax.device_count().bit_length() - 1  # a power of two, which meshes divide
+    n = 1 << jax.device_count().bit_length() - 1  # a power of two, so that it divides into meshes
     meshes = checks.all_meshes(n)
     found = {}
     for name in attention.ATTENTION:
@@ -194,34 +201,36 @@ def checks_of(step):
             place = "x".join(map(str, mesh))
             found[f"model {name} on {place}"] = partial(checks.check_model, name, n, mesh)
     found["step"] = step.measure
-    found["step of a smaller preset"] = step.measure  # where the plan erred
+    # runs only where the first one failed, as when the plan took too large a preset to fit
+    found["step of a smaller preset"] = step.measure
     found["step and its trace"] = step.profile
     found["flag --microbatches"] = step.halve_microbatches
     for flag in ("remat", "fsdp"):
         for value in WAYS[flag]:
             if value != utils.FIELDS[flag].default:
-                found[f"flag --{flag} {value}"] = partial(step.vary, flag, value)
+                found[f"flag --{flag} {value}"] = partial(step.measure_with, flag, value)
     return found
 
 
 class Report:
-    """The checks' verdicts, and the page about them."""
+    """The results of the checks, and the page about them."""
 
     def __init__(self, options, step):
         self.options = options
         self.step = step
         self.machine = machine()
         self.began = time.monotonic()
-        self.rows = []  # of each check
+        self.rows = []  # one of each check
         self.whole = False
 
     def run(self, name, check):
-        """Run a check. Whatever it raises fails it, but Skipped."""
+        """Run a check. It fails with whatever it raises, except for `Skipped`."""
         row = dict(check=name, verdict="did not end", found="", seconds=0.0, traceback="")
         self.rows.append(row)
         self.write()
         began = time.monotonic()
-        jax.config.update("jax_default_matmul_precision", None)  # whatever an earlier check set
+        # undo what an earlier check has set
+        jax.config.update("jax_default_matmul_precision", None)
         try:
             share = LATEST.get(name.split()[0], 1)
             if began - self.began > 60 * self.options.minutes * share:
@@ -229,14 +238,14 @@ class Report:
             row.update(found=check(), verdict="passed")
         except Skipped as e:
             row.update(found=str(e), verdict="skipped")
-        except Exception as e:  # whatever a machine makes the libraries raise
+        except Exception as e:  # a faulty machine may make the libraries raise anything
             row.update(found=f"{type(e).__name__}: {first_line(e)}", verdict="FAILED")
             row["traceback"] = traceback.format_exc()
         row["seconds"] = round(time.monotonic() - began, 1)
         say(f"{row['verdict']:<7} {name}: {row['found']} ({row['seconds']} s)")
 
     def verdict(self):
-        """One line, with which the page begins."""
+        """The verdict in one line, the first of the page."""
         counts = Counter(row["verdict"] for row in self.rows)
         words = f"{counts['passed']} checks passed, {counts['skipped']} skipped"
         if counts["FAILED"]:
@@ -265,8 +274,9 @@ class Report:
 
 
 def machine():
-    """{name: words} about where this runs."""
-    devices, here = jax.devices(), bench.machine()
+    """{fact: value} about this machine, in words."""
+    devices = jax.devices()
+    here = bench.machine()
     versions = [f"Python {sys.version.split()[0]}"]
     for package in PACKAGES.split():
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -282,7 +292,7 @@ def machine():
 
 
 def main(options):
-    """Run the checks and write the page. Returns 1 where any failed, else 0."""
+    """Run the checks and write the page. Returns 1 where one failed, else 0."""
     check_writable(f"{options.out}/report.md", "out")
     if names_in(options.out) and "verdict" not in read_json(options.out, "report.json"):
         raise UserError("holds files of others; give another folder", flag="out", value=options.out)
@@ -303,7 +313,7 @@ def main(options):
 
 
 if __name__ == "__main__":
-    # at once after a signal: the devices may hang
+    # a signal ends the program at once, since the devices may hang
     words = f"interrupted; {options_given.out}/report.md has what was found until then"
     interrupts.watch(lambda number: interrupts.end(128 + number, words))
     sys.exit(one_sentence(lambda: main(options_given)))

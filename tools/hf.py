@@ -1,10 +1,10 @@
-"""A run's weights to and from a folder that Hugging Face's transformers loads, tensor by tensor.
+"""Convert a run's weights to and from a folder that Hugging Face's transformers loads, tensor by tensor.
 
 python tools/hf.py export runs/deepseek-tiny exported      checkpoint -> folder
 python tools/hf.py import exported runs/imported           folder -> run directory with its weights alone
 python tools/hf.py push runs/deepseek-tiny user/name       checkpoint -> repository of the Hugging Face hub
 
-`main.py --init_from FOLDER` trains on from such a folder without the detour.
+`main.py --init_from FOLDER` trains on from such a folder directly, without an import.
 """
 
 if not __package__:
@@ -56,15 +56,17 @@ from training.device_mesh import make_mesh
 from training.sizes import count_in_words
 from training.train_state import abstract_params
 
-CODE = os.path.realpath(f"{__file__}/../../hf/exported")  # of what transformers lacks
+# PyTorch code of models that transformers lacks
+CODE = os.path.realpath(f"{__file__}/../../hf/exported")
 
 
 def import_folder(folder, run_dir):
-    """Write a run directory with the weights of `folder`, or of a model of the hub, as its only checkpoint."""
+    """Write a run directory whose only checkpoint has the weights of `folder`, or of a model of the hub."""
     folder = hub.download(folder)
     flags = pretrained.model_flags(read_json(folder, "config.json"), folder)
     cfg = config_of_one_device(flags, run_dir)
-    tokenization.folder_tokenizer(folder)  # a torn tokenizer is refused before weights are read
+    # so that a damaged tokenizer is refused before weights are read
+    tokenization.folder_tokenizer(folder)
     params = pretrained.load_params(folder, abstract_params(cfg, make_mesh(cfg)))
     output_dir, name = os.path.split(os.path.abspath(run_dir))
     config = utils.flatten(cfg) | dict(name=name, output_dir=output_dir, encoding="")
@@ -87,7 +89,8 @@ def import_folder(folder, run_dir):
 
 
 def export(run_dir, folder, dtype="float32", title=""):
-    """Write a run's newest sound checkpoint as a folder that transformers loads. title: its name there, if another."""
+    """Write a run's newest sound checkpoint as a folder that transformers loads. title: the model's name in its card;
+    "": that of the folder."""
     flags, load = weights.open_weights(run_dir)
     cfg = config_of_one_device(flags, run_dir)
     form = format_to_export(cfg.model.architecture)
@@ -107,29 +110,31 @@ def export(run_dir, folder, dtype="float32", title=""):
         write_json(f"{part}/config.json", config)
         write_tensors(f"{part}/model.safetensors", tensors)
         stored = read_json(local, "config.json")
-        if "model_type" not in stored:  # else it was not trained here
+        if "model_type" not in stored:  # else the model was not trained here
             write_json(f"{part}/training.json", shareable(stored))
-        # without max_length transformers adds 256 tokens, too many for a small GPT-2
-        how = ends | dict(pad_token_id=ends["eos_token_id"], max_length=int(cfg.model.T))
+        # without max_length, transformers generates 256 tokens, more than a small GPT-2 has positions for
+        generation = ends | dict(pad_token_id=ends["eos_token_id"], max_length=int(cfg.model.T))
         others = set(weights.end_tokens(run_dir)) - {ends["eos_token_id"]}
         if others:
-            how["eos_token_id"] = [ends["eos_token_id"], *sorted(others)]
-        write_json(f"{part}/generation_config.json", how)
+            generation["eos_token_id"] = [ends["eos_token_id"], *sorted(others)]
+        write_json(f"{part}/generation_config.json", generation)
         name = title or os.path.basename(os.path.abspath(folder))
         write_file(f"{part}/README.md", model_card(local, name, config, count))
-        for name in config.get("auto_map", {}).values():  # transformers knows no such model
+        # the code of models that transformers lacks
+        for name in config.get("auto_map", {}).values():
             file = f"{name.split('.')[0]}.py"
             shutil.copyfile(f"{CODE}/{file}", f"{part}/{file}")
     say(f"{folder}: {count}; as {config['architectures'][0]}")
 
 
 def write_tensors(path, tensors):
-    """Write {name: array} as safetensors with the mode of any other file. Raises OSError."""
+    """Write {name: array} as a safetensors file that has the permissions of other files. Raises OSError."""
     try:
         save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as e:  # which is none, on a full disk either
+    except SafetensorError as e:  # it is no OSError, even where the disk is full
         raise OSError(first_line(e)) from None
-    shutil.copymode(f"{os.path.dirname(path)}/config.json", path)  # the library's is 600
+    # the library writes it with mode 600
+    shutil.copymode(f"{os.path.dirname(path)}/config.json", path)
 
 
 def push(run_dir, name, dtype, public):
@@ -138,7 +143,7 @@ def push(run_dir, name, dtype, public):
         raise UserError(f"{name}: must be USER/NAME of a repository of the Hugging Face hub.")
     api = huggingface_hub.HfApi()
     try:
-        # that nobody is logged in is found before the work
+        # first, so that a missing login is found before the export
         api.create_repo(name, private=not public, exist_ok=True)
         folder = tempfile.mkdtemp()
         with removed(lambda: shutil.rmtree(folder, ignore_errors=True)):
@@ -146,7 +151,7 @@ def push(run_dir, name, dtype, public):
             commit = api.upload_folder(repo_id=name, folder_path=f"{folder}/model")
     except UserError:
         raise
-    except Exception as e:  # of kinds that change with the client's version
+    except Exception as e:  # the errors' classes change with the version of the client
         raise UserError(
             f"{name}: the hub took nothing ({first_line(e)}); see that you are logged in (hf auth login) and rerun."
         ) from None
@@ -160,33 +165,35 @@ def config_of_one_device(flags, model):
 
 
 def export_tokenizer(folder, run_dir, m):
-    """Write files that AutoTokenizer loads, where the run has a tokenizer; returns what config.json says of it."""
+    """Write files that AutoTokenizer loads, where the run has a tokenizer. Returns the ids of its first and last token
+    for config.json."""
     encoding = tokenization.folder_tokenizer(run_dir)
     common.warn_of_more_tokens(encoding, m.vocab_size, run_dir)
     if encoding is None:
         say(f"warning: {run_dir} has no tokenizer, so what is exported has none")
-        begin = m.end_of_text if m.end_of_text >= 0 else None  # transformers takes no id of its own
+        # None keeps transformers from using a default of its own
+        begin = m.end_of_text if m.end_of_text >= 0 else None
         end = next(iter(weights.end_tokens(run_dir)), begin)
     else:
         begin = end = encoding.eot_token
     if isinstance(encoding, tokenization.HubTokenizer):
         tokenization.copy_tokenizer(folder, encoding.path)
-        keep_no_paths(f"{folder}/tokenizer_config.json")
+        remove_paths(f"{folder}/tokenizer_config.json")
     elif encoding:
         write_file(f"{folder}/tokenizer.json", byte_level(encoding).to_str(pretty=True))
         ends = ("bos_token", "eos_token", "pad_token")
-        about = dict.fromkeys(ends, tokenization.END_OF_TEXT) | dict(
+        config = dict.fromkeys(ends, tokenization.END_OF_TEXT) | dict(
             tokenizer_class="PreTrainedTokenizerFast",
             padding_side="left",  # so that prompts of several lengths continue as one batch
             model_max_length=m.T,
             clean_up_tokenization_spaces=False,
         )
-        write_json(f"{folder}/tokenizer_config.json", about)
+        write_json(f"{folder}/tokenizer_config.json", config)
     return dict(bos_token_id=begin, eos_token_id=end)
 
 
-def keep_no_paths(path):
-    """Take out of a tokenizer_config.json what transformers notes of the machine that wrote it."""
+def remove_paths(path):
+    """Remove from a tokenizer_config.json the paths of the machine that wrote it, which transformers records there."""
     config = read_json(path)
     kept = {}
     for name, value in config.items():
@@ -198,7 +205,7 @@ def keep_no_paths(path):
 
 
 def byte_level(encoding):
-    """tokenizers.Tokenizer with the tokens, merges and cuts of a tiktoken.Encoding."""
+    """A tokenizers.Tokenizer with the tokens, the merges and the pattern of a tiktoken.Encoding."""
     tokens = tokenization.tokens_of(encoding)
     ranks = encoding._mergeable_ranks
     merges = []
@@ -209,7 +216,8 @@ def byte_level(encoding):
     vocabulary = {token: number for number, token in tokens.items()}
     bpe = tokenizers.models.BPE(vocabulary, merges, ignore_merges=True)
     tokenizer = tokenizers.Tokenizer(bpe)
-    # possessive quantifiers, which only save time, mean something else after {1,3} there; so does $
+    # A + after a quantifier makes it possessive, which only saves time. In the library's regular expressions it means
+    # something else after {1,3}, so it is removed. $ means something else too: \z is its equivalent.
     pattern = re.sub(r"([?*+]|\{[\d,]+\})\+", r"\1", encoding._pat_str).replace("$", r"\z")
     cuts = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
     to_letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -221,7 +229,7 @@ def byte_level(encoding):
 
 
 def halves(token, rank, ranks):
-    """The two tokens that were merged into `token`, by the merges of lower rank."""
+    """The two tokens that the merge of rank `rank` joins into `token`, found by applying all merges of lower rank."""
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
         pairs = [ranks.get(a + b, rank) for a, b in zip(parts, parts[1:])]
@@ -232,7 +240,7 @@ def halves(token, rank, ranks):
 
 @dataclass(frozen=True)
 class Options:
-    """A run's weights to and from a folder that Hugging Face's transformers loads."""
+    """Convert a run's weights to and from a folder that Hugging Face's transformers loads."""
 
     command: Literal["export", "import", "push"] = argument()
     """export: checkpoint of a run directory -> folder. import: folder -> run directory with its weights alone. push:
@@ -244,7 +252,7 @@ class Options:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type to store an export in; bfloat16 rounds."""
     public: bool = False
-    """Let everyone see a repository that push makes."""
+    """Make the repository that push creates visible to everyone."""
 
 
 def main(options):

@@ -1,6 +1,6 @@
-"""The checks of `tools/check_machine.py` that know the right answer: kernels, collectives, small models, resuming.
+"""Checks of `tools/check_machine.py` that compare with a known answer: kernels, collectives, small models, resuming.
 
-Each is a function that returns what it found, in words, or raises `Wrong` or `Skipped` with a sentence.
+Each is a function that returns its result in words, or raises `Wrong` or `Skipped` with a sentence.
 """
 
 import itertools
@@ -33,15 +33,16 @@ from training.device_mesh import device_grid, make_mesh
 from training.optimizer import make_optimizer
 from training.run_checkpoints import RunCheckpoints
 
-LIMITS = {"float32": 1e-4, "bfloat16": 2**-5}  # of rounding, as a share of the largest number
-# XLA takes minutes for some models on a CPU where it optimizes, and on a GPU where it times tiles
+# largest difference that counts as rounding, as a share of the largest number
+LIMITS = {"float32": 1e-4, "bfloat16": 2**-5}
+# With its own settings XLA compiles some models for minutes: on a CPU it optimizes, on a GPU it measures tile sizes.
 COMPILER = {"cpu": {"xla_backend_optimization_level": 0}, "gpu": {"xla_gpu_autotune_level": 0}}
 # the small preset of each architecture that has one
 MODELS = [f"{name}-tiny" for name in architectures.names() if f"{name}-tiny" in PRESETS]
 
 
 class Wrong(Exception):
-    """The machine computes something else than it should."""
+    """The machine computes wrong numbers."""
 
 
 class Skipped(Exception):
@@ -49,12 +50,13 @@ class Skipped(Exception):
 
 
 def compare(right, found, limit):
-    """Words: how far two trees are apart. Raises Wrong where an array is more than `limit` off."""
+    """The largest difference between two trees of arrays, in words. Raises `Wrong` where an array differs by more than
+    `limit`, as a share of its largest number."""
     furthest = 0.0
     for (path, x), y in zip(jax.tree.leaves_with_path(right), jax.tree.leaves(found), strict=True):
         x = np.asarray(x, np.float64)
         off = np.abs(x - y).max() / np.abs(x).max(initial=1e-30)
-        if not off <= limit:  # also NaN
+        if not off <= limit:  # true for NaN too
             name = jax.tree_util.keystr(path)
             raise Wrong(f"{name} is {off:.1e} of its largest number off, more than {limit:.1e}")
         furthest = max(furthest, off)
@@ -62,13 +64,13 @@ def compare(right, found, limit):
 
 
 def draw(*shape):
-    """Random numbers whose rows have length 1."""
-    rng = np.random.default_rng(math.prod(shape))  # others for each shape
+    """A random array whose rows have length 1 on average."""
+    rng = np.random.default_rng(math.prod(shape))  # other numbers for other shapes
     return rng.standard_normal(shape, np.float32) / math.sqrt(shape[-1])
 
 
 def check_kernel(kernel, plain, *inputs):
-    """Compare outputs and gradients of a kernel, in both types, with `plain` of the same numbers in float32."""
+    """Compare outputs and gradients of a kernel, in float32 and bfloat16, with those of `plain` in float32."""
     found = []
     for dtype, limit in LIMITS.items():
         rounded = [jnp.asarray(x, dtype) for x in inputs]
@@ -79,7 +81,7 @@ def check_kernel(kernel, plain, *inputs):
 
 
 def with_gradients(function, *inputs):
-    """{"output": of a function, "gradients": what a fixed gradient of it makes of the inputs}."""
+    """{"output": of a function, "gradients": of its inputs, for a fixed gradient of the output}."""
 
     @jax.jit
     def run(*inputs):
@@ -87,13 +89,14 @@ def with_gradients(function, *inputs):
         g = jnp.cos(jnp.arange(out.size)).astype(jnp.bfloat16)
         return dict(output=out, gradients=transpose(g.reshape(out.shape).astype(out.dtype)))
 
-    # as runtime/jax_setup.py: set_precision has it
+    # the same rule as in runtime/jax_setup.py: set_precision
     precision = "float32" if inputs[0].dtype == jnp.float32 else None
     with jax.default_matmul_precision(precision):
         return run(*inputs)
 
 
 def check_attention(name):
+    """Compare an attention kernel with the plain one, on two documents."""
     kernel = attention.ATTENTION[name]
     platform = attention.platform_of(jax.devices()[0])
     if platform not in kernel.platforms:
@@ -105,15 +108,16 @@ def check_attention(name):
     def run(attend, q, k, v):
         return attend(30 * q, k, v, position, start)
 
-    # heads as moe1b has them, but two of queries share the keys and values of one
+    # heads of moe1b's sizes, except that two heads of queries share those of keys and values
     inputs = draw(B, H, T, 192), draw(B, 2, T, 192), draw(B, 2, T, 64)
     return check_kernel(partial(run, kernel.function), partial(run, attention.attend), *inputs)
 
 
 def check_loss():
+    """Compare the kernel of the cross entropy with its formula."""
     V, rows, n = 300, 384, 100
     targets = np.arange(n) * 7 % V
-    targets[::9] = -1  # which do not count
+    targets[::9] = -1  # no targets: these rows do not count
 
     def plain(x, embedding):
         likely = jax.nn.log_softmax(x @ embedding[:V].T)[jnp.arange(n), targets]
@@ -126,6 +130,7 @@ def check_loss():
 
 
 def check_grouped():
+    """Compare the kernel of grouped feed-forward layers with a product per row. One expert has no rows."""
     begins = grouped.group_begins(jnp.array([40, 0, 300]))
     expert = np.repeat(np.arange(3), np.diff(begins))
 
@@ -141,8 +146,11 @@ def check_grouped():
 
 
 def list_collectives(n):
-    """{name: (axes along which n devices exchange arrays; what it should do, as a function of the arrays [n, 2 n, n, 3]
-    of all of them; its arguments)} of functions of collectives.py. The others are made of these."""
+    """The collectives to check: {name in collectives.py: (axes, plain, *arguments)}. The others are made of these.
+
+    axes: those along which n devices exchange arrays. plain: what the collective should do, as a function of the arrays
+    of all devices, [n, 2 n, n, 3]. arguments: further arguments of the collective.
+    """
 
     def gather(dim):
         return lambda x: [np.concatenate(x, dim)] * n
@@ -160,7 +168,7 @@ def list_collectives(n):
         gather_tokens=(EXPERT_AXES, gather(0), 2 * n),
         scatter_tokens=(EXPERT_AXES, scatter(0), 2 * n),
         to_experts=(EXPERT_AXES, lambda x: np.split(x.swapaxes(0, 1), n)),
-        from_experts=(EXPERT_AXES, lambda x: x),  # there and back
+        from_experts=(EXPERT_AXES, lambda x: x),  # applied after to_experts, which it undoes
         exchange_heads=(tp, lambda x: np.split(np.concatenate(x)[None], n, 2), True),
         to_owners=(dp, lambda x: np.split(np.concatenate(x, 1), n), dp, (), (), 1),
         from_owners=(dp, lambda x: np.split(np.concatenate(x), n, 1), dp, (), (), 1),
@@ -172,16 +180,17 @@ def list_collectives(n):
 
 
 def all_meshes(n):
-    """Every shape (dp, pp, tp) of n devices, those first that spread them over the most axes."""
+    """Every mesh shape (dp, pp, tp) of n devices, those with the most axes longer than 1 first."""
     lengths = itertools.product(divisors(n), repeat=3)
     shapes = [shape for shape in lengths if math.prod(shape) == n]
     return sorted(shapes, key=lambda shape: shape.count(1))
 
 
 def check_collective(name, n):
-    """Compare a collective among n devices and its gradient with numpy, of whole numbers, whose sums are exact."""
+    """Compare a collective among n devices, and its gradient, with numpy. The numbers are integers, whose sums are
+    exact."""
     if n == 1:
-        raise Skipped("a device alone exchanges nothing")
+        raise Skipped("a single device exchanges nothing")
     axes, plain, *arguments = list_collectives(n)[name]
     along = [AXES.index(axis) for axis in axes]
     shape = next(mesh for mesh in all_meshes(n) if math.prod(mesh[axis] for axis in along) == n)
@@ -190,7 +199,7 @@ def check_collective(name, n):
     @jax.jit
     @jax.shard_map(mesh=mesh, in_specs=P(AXES), out_specs=P(AXES), check_vma=False)
     def run(x):
-        if name != "exchange_heads":  # which takes four dims
+        if name != "exchange_heads":  # that one expects the four dims
             x = x[0]
         if name == "from_experts":
             x = collectives.to_experts(x)
@@ -204,13 +213,15 @@ def check_collective(name, n):
     if name not in ("largest", "to_stages"):  # of integers; of which the first stage's alone count
         g = draw(-4, 5, out.shape).astype(np.float32)
         [back] = jax.vjp(run, x)[1](g)
-        if np.sum(g * out, dtype=float) != np.sum(back * x, dtype=float):  # which define it
+        # the definition of a transpose
+        if np.sum(g * out, dtype=float) != np.sum(back * x, dtype=float):
             raise Wrong(f"has a wrong gradient on mesh {shape}")
     return f"equal on mesh {shape}"
 
 
 def small_model(name, n, mesh=(1, 1, 1), **flags):
-    """Validated Config of a preset, with two sequences a step for each of n devices; None where it does not fit."""
+    """The validated Config of a preset with two sequences per step for each of n devices; None where the mesh cannot
+    divide the model."""
     flags |= dict(global_batch_size=2 * n)
     one = utils.replace(preset(name), n_device_axis=(1, 1, 1), **flags)
     size = math.prod(mesh)
@@ -219,7 +230,7 @@ def small_model(name, n, mesh=(1, 1, 1), **flags):
 
 @cache
 def loss_and_gradients(cfg):
-    """The loss of random tokens and the gradients of the first parameters, as one device has them."""
+    """(loss, gradients) of a model with its initial parameters and random tokens, as arrays on the host."""
     mesh = make_mesh(cfg)
     table = model.param_table(cfg)
     draw = partial(parameters.init_params, table)
@@ -232,7 +243,7 @@ def loss_and_gradients(cfg):
 
 
 def check_model(name, n, mesh):
-    """Compare loss and gradients on a mesh with those of one device that computes them in the plainest way."""
+    """Compare loss and gradients on a mesh with those of one device without kernels, recomputation and fsdp."""
     cfg = small_model(name, n, mesh)
     if not cfg:
         raise Skipped("the model cannot be spread so")
@@ -240,13 +251,13 @@ def check_model(name, n, mesh):
         plain = dict(attention="xla", experts="auto", remat="none", fsdp="none")
         right = loss_and_gradients(small_model(name, n, **plain))
         found = loss_and_gradients(cfg)
-    # --pp_interleave makes two dims of that of the blocks
+    # --pp_interleave divides the dim of the blocks into two
     found = jax.tree.map(lambda x, y: y.reshape(x.shape), right, found)
     return compare(right, found, LIMITS["float32"])
 
 
 def check_resume(n, mesh):
-    """Train on from a checkpoint and without it: the states must be equal to the last bit."""
+    """Train two steps with and without restoring a checkpoint first: the states must be equal to the last bit."""
     with tempfile.TemporaryDirectory() as folder:
         cfg = small_model(MODELS[0], n, mesh, output_dir=folder, compilation_cache="")
         compiled = bench.CompiledStep(cfg)

@@ -1,9 +1,9 @@
-"""A local page about runs: their curves, whether they are well, text of their newest checkpoints, and completions.
+"""Serve a local page about runs: their curves, their health, text of their newest checkpoints, and completions.
 
 python tools/page.py runs gs://bucket/runs
 python tools/page.py ../theirs/runs --port 9000
 
-It reads and never writes in the runs, which may be those of others. /v1/completions answers in OpenAI's format.
+It only reads the runs, which may be those of other people. /v1/completions answers in OpenAI's format.
 """
 
 if not __package__:
@@ -54,9 +54,9 @@ class Page:
     runs: tuple[str, ...] = argument()
     """Run directories, or folders of them; gs:// and s3:// addresses too."""
     port: int = flag(8321, least=0, most=65535)
-    """Port of 127.0.0.1 to listen on; 0: any that is free."""
+    """Port of 127.0.0.1 to listen on; 0: any free one."""
     batch_size: int = flag(32, least=1)
-    """Continuations that are drawn at once; each has a cache of the model's whole T."""
+    """Continuations that are drawn at once. Each has a cache for the model's whole T."""
 
 
 def check_packages():
@@ -87,21 +87,23 @@ from starlette.routing import Route
 from tools.completions import Engine, Refused, read_parameters
 from training.sizes import tokens_per_step
 
-MOST_BYTES = 2**20  # of a request
-MOST_NAMED = 20  # models in a message
+MOST_BYTES = 2**20  # most bytes of a request
+MOST_NAMED = 20  # most models that a message names
 METHODS = "GET", "POST", "PUT", "PATCH", "DELETE"
-# bytes that are read of one before it is refused as too long: few clients read an answer while they send
+# Up to this many bytes of a request that is too long are read before it is refused, since few clients read an answer
+# while they send.
 DRAINED = 2**24
-PIECE = 2**26  # bytes that are read of a file at once, and the most of one that is small
+# Bytes of a file that are read at once, and the most that a file may have which is read as a whole (SMALL).
+PIECE = 2**26
 PATIENCE = 20  # seconds after which the page is shown without a run whose storage has not answered
-RECENT = 100  # the last rows of the log, which show how a run is doing
+RECENT = 100  # number of the last rows, from which the health of a run is determined
 LOSS = "loss/train_loss"
-# flags that a run's config.json has of the machines, not of the training: the page shows them apart
+# what config.json records of the machines, not of the training; the page shows it separately
 OF_MACHINES = SPLIT | {"val_batch_size", "n_device_axis", "n_devices", "pp_interleave"}
 OF_MACHINES |= {"num_processes", "data_fingerprint", "commit"}
 OF_MACHINES |= utils.flags_with(per_process=True)
-# What a browser may do with an answer: run the page's own script, and ask nobody but this server. plotly draws heat
-# maps as images of data: addresses, and sets style attributes.
+# What a browser may do with an answer: run the page's own scripts and contact no server but this one. plotly needs the
+# exceptions: it draws heat maps as images with data: addresses, and sets style attributes.
 POLICY = {
     "default-src": "'none'",
     "script-src": "'self'",
@@ -114,41 +116,46 @@ POLICY = {
     "frame-ancestors": "'none'",
 }
 HEADERS = {
-    "Content-Security-Policy": "; ".join(f"{kind} {where}" for kind, where in POLICY.items()),
+    "Content-Security-Policy": "; ".join(
+        f"{directive} {sources}" for directive, sources in POLICY.items()
+    ),
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-SMALL = "config.json", "plan.json", "samples.txt", "ended.json", LOCK  # files of a run
+# files of a run that are read as a whole
+SMALL = "config.json", "plan.json", "samples.txt", "ended.json", LOCK
 
 
 class Run:
     """A run directory as it grows: its config.json, its plan.json if it has one, and the rows of its metrics.jsonl.
-    version: another one once rows that were read before may have changed. about: what the page lists of it."""
+
+    version: changes when rows that were read before may have changed. about: the facts that the page lists.
+    """
 
     def __init__(self, folder, name):
-        self.folder, self.name = folder, name
+        self.folder = folder
+        self.name = name
         self.config = {}
-        self.started = None  # when it first was, by time.time()
-        self.seen = (
-            None  # version and number of the rows when they were last looked at for these two:
-        )
-        self.evaluations = []  # of `overfitting.evaluations`
-        self.overfit = None  # of `overfitting.overfit_in`
-        self._forget()
-        self.tell("idle", "It is being read.")
+        self.started = None  # time.time() of its first start
+        self.seen = None  # version and number of the rows from which these two were computed:
+        self.evaluations = []  # from `overfitting.evaluations`
+        self.overfit = None  # from `overfitting.overfit_in`
+        self._reset()
+        self.set_status("idle", "It is being read.")
 
-    def _forget(self):
+    def _reset(self):
+        """Forget all rows, as when a run has written its metrics.jsonl anew."""
         self.version = secrets.token_hex(4)
-        self.rows = (
-            self.log
-        ) = []  # the rows, and those of metrics.jsonl: all where there are no parts
-        self.parts = {}  # {name of a part: (step after which its rows are, its rows)}
-        self.end = 0  # bytes of metrics.jsonl that were read, whole lines
-        self.last = b""  # the last of these lines
+        self.log = []  # the rows of metrics.jsonl
+        self.rows = self.log  # all rows: with those of the parts, where there are any
+        self.parts = {}  # {name of a part: (step after which its rows begin, its rows)}
+        self.end = 0  # bytes of metrics.jsonl that were read, up to the end of a line
+        self.last = b""  # the last line that was read
 
     def refresh(self):
+        """Read what is new, and set the status."""
         try:
             self._check_files()
             self.config = read_json(self.folder, "config.json")
@@ -163,18 +170,18 @@ class Run:
                 found["left"] += " left, once it resumes" if state == "idle" else " left"
             if self.overfit and state != "bad":
                 state, words = "overfit", f"{words} {self._overfit_words()}"
-        except Exception as e:  # the run of somebody else may hold anything
-            return self.tell("bad", f"It cannot be read: {first_line(e)}")
-        self.tell(state, words, **found)
+        except Exception as e:  # the files of other people's runs may hold anything
+            return self.set_status("bad", f"It cannot be read: {first_line(e)}")
+        self.set_status(state, words, **found)
 
-    def tell(self, state, words, **found):
-        """Have the page list the run with this state and sentence. found: of `_measured`."""
+    def set_status(self, state, words, **found):
+        """Set the state and the sentence that the page lists for the run. found: from `_measured`."""
         about = dict(name=self.name, version=self.version, n=len(self.rows))
         about |= dict(state=state, words=words, started=self.started, keys=[], spent={})
         self.about = about | found
 
     def _check_files(self):
-        """Raises UserError where a local file would be read for ever, or would fill the memory."""
+        """Raises UserError for a local file whose reading would never end, such as a pipe, or would fill the memory."""
         if not is_remote(self.folder):
             parts = [f"{PARTS}/{name}" for *_, name in parts_in(self.folder)]
             for name in (*SMALL, *parts):
@@ -185,20 +192,21 @@ class Run:
                         raise UserError(f"{path}: has more than {PIECE:,} bytes; remove it.")
 
     def _read_rows(self, path):
+        """Read the new rows of a metrics.jsonl."""
         check_not_pipe(path)
         size = ask(path, "info")["size"]
         while self._read_piece(path, size):
             pass
 
     def _read_piece(self, path, size):
-        """Read further rows of a file of that size; whether there may be more."""
+        """Read the next rows of a file of `size` bytes. Returns whether there may be more."""
         begin = self.end - len(self.last)
         end = min(size, begin + PIECE)
         content = ask(path, "cat_file", start=begin, end=end) if end > begin else b""
-        if not content.startswith(self.last):  # a run that resumes writes the file anew
-            self._forget()
+        if not content.startswith(self.last):  # a run that resumed has written the file anew
+            self._reset()
             return True
-        whole = content[: content.rfind(b"\n") + 1]  # the last line may be torn
+        whole = content[: content.rfind(b"\n") + 1]  # the last line may be incomplete
         if len(whole) <= len(self.last) and end < size:
             raise UserError(f"{path}: has a line of more than {PIECE:,} bytes; remove it.")
         new = whole[len(self.last) :].splitlines(keepends=True)
@@ -208,14 +216,14 @@ class Run:
         return end < size
 
     def _read_parts(self):
-        """Take in the parts of a run in a bucket, each of which is written once."""
+        """Read the new parts of the rows of a run in a bucket. Each part is written once."""
         found = parts_in(self.folder)
         if not found and not self.parts:
             return
         new = [(after, name) for _, after, name in found if name not in self.parts]
         read = read_files([f"{self.folder}/{PARTS}/{name}" for _, name in new])
         for (after, name), content in zip(new, read):
-            if content is not None:  # it is in a later part now
+            if content is not None:  # None: its rows are in a later part now
                 self.parts[name] = after, rows_in(content.splitlines())
         self.parts = {name: self.parts[name] for *_, name in found if name in self.parts}
         rows = join_rows([(0, self.log), *self.parts.values()])
@@ -224,18 +232,18 @@ class Run:
         self.rows = rows
 
     def _ended(self):
-        """Whether the run has saved all steps and ended, and no process has begun to continue it."""
+        """Whether the run has ended with all steps saved, and no process has resumed it."""
         end = end_of(self.folder, self.rows)
         return end is not None and not is_held(self.folder)
 
     def _first_start(self):
-        """When the run first started; without a row, when its config.json was written."""
+        """The time of the run's first start; while it has no row, the time at which its config.json was written."""
         if not self.rows:
             return ask(f"{self.folder}/config.json", "modified").timestamp()
         return self.rows[0].get("time", 0) - sum(spent_in(self.rows[0]).values())
 
     def _evaluate(self):
-        """Look at new rows for evaluations, and whether the run overfits."""
+        """Find the evaluations in the rows, and whether the run overfits, where rows are new."""
         now = self.version, len(self.rows)
         if now != self.seen:
             self.seen = now
@@ -300,7 +308,7 @@ def health(rows, config, now, ended=False):
         return "idle", "No step is done yet: it compiles, or ended before."
     row = rows[-1]
     last = config.get("training_steps", math.inf)
-    pauses = [60]  # five times those between the steps of one process
+    pauses = [60]  # seconds; and five times each pause between two steps of the same process
     for before, after in itertools.pairwise(rows[-RECENT:]):
         if before.get("resumed") == after.get("resumed"):
             pauses.append(5 * (after.get("time", 0) - before.get("time", 0)))
@@ -318,8 +326,9 @@ def health(rows, config, now, ended=False):
 
 
 def trouble_in(rows):
-    """What is wrong with the run that wrote these rows; "" of one that is well."""
-    row, recent = rows[-1], rows[-RECENT:]
+    """What is wrong with the run that wrote these rows, in words; "" where nothing is."""
+    row = rows[-1]
+    recent = rows[-RECENT:]
     if not math.isfinite(row[LOSS]):
         return "Its loss is not finite"
     skipped = row.get("bad_steps", 0) - recent[0].get("bad_steps", 0)
@@ -340,33 +349,36 @@ def trouble_in(rows):
 
 
 class Runs:
-    """The runs in folders and addresses, looked at when somebody asks. Each is looked at in a thread, so that one whose
-    storage does not answer hides no other."""
+    """The runs in folders and addresses, read anew when a client asks.
+
+    Each is read in a thread of its own, so that one whose storage does not answer does not delay the others.
+    """
 
     def __init__(self, folders):
         self.folders = [folder.rstrip("/") for folder in folders]
-        self.pause = 15 if any(map(is_remote, folders)) else 1  # seconds between two looks
-        self.looked = -math.inf
-        self.found = {folder: {} for folder in self.folders}  # {name: Run} of each
+        self.pause = 15 if any(map(is_remote, folders)) else 1  # seconds between two refreshes
+        self.refreshed = -math.inf
+        self.found = {folder: {} for folder in self.folders}  # {folder: {name: Run}}
         self.known = {}
         self.lock = threading.Lock()
-        self.pool = ThreadPoolExecutor(32, "look")
-        self.looking = {}  # {folder or Run: the Future of its last look}
+        self.pool = ThreadPoolExecutor(32, "refresh")
+        self.calls = {}  # {folder or Run: the Future of its last refresh}
 
-    def look(self):
+    def refresh(self):
         """{name: Run}, up to date."""
         with self.lock:
-            if time.monotonic() - self.looked > self.pause:
+            if time.monotonic() - self.refreshed > self.pause:
                 lists = {folder: functools.partial(self._list, folder) for folder in self.folders}
-                self._in_threads(lists)
+                self._call_in_threads(lists)
                 runs = {n: run for found in self.found.values() for n, run in found.items()}
-                self._in_threads({run: run.refresh for run in runs.values()})
+                self._call_in_threads({run: run.refresh for run in runs.values()})
                 # an exported model has a config.json too
                 self.known = {n: run for n, run in runs.items() if "model_type" not in run.config}
-                self.looked = time.monotonic()
+                self.refreshed = time.monotonic()
             return self.known
 
     def _list(self, folder):
+        """Find the runs in a folder. Those that are known already keep their `Run`."""
         before = self.found[folder]
         found = {}
         try:
@@ -374,62 +386,64 @@ class Runs:
             for name, at in runs_in(folder):
                 name = printable(name if name and len(self.folders) == 1 else at)
                 found[name] = before.get(name) or Run(at, name)
-        except Exception as e:  # of any kind of storage, which may be there again soon
+        except Exception as e:  # every storage has errors of its own, and may answer again soon
             found = dict(before) if is_remote(folder) else {}
             found[folder] = Unreadable(folder, folder)
-            found[folder].tell("bad", f"It cannot be read: {first_line(e)}")
+            found[folder].set_status("bad", f"It cannot be read: {first_line(e)}")
         self.found[folder] = found
 
-    def _in_threads(self, looks):
-        """Call the functions {whose: function} but for those that are still at it, and wait for PATIENCE at most."""
-        self.looking = {one: look for one, look in self.looking.items() if not look.done()}
-        begun = []
-        for one, look in looks.items():
-            if one not in self.looking:
-                self.looking[one] = self.pool.submit(look)
-                begun.append(self.looking[one])
-        wait(begun, PATIENCE)
-        for one, look in self.looking.items():
-            if isinstance(one, Run) and not look.done():
-                one.tell("bad", "Its storage does not answer.")
+    def _call_in_threads(self, functions):
+        """Call functions, {folder or Run: function}, in threads, and wait for PATIENCE seconds at most. Those whose
+        last call has not ended yet are left out."""
+        self.calls = {one: call for one, call in self.calls.items() if not call.done()}
+        started = []
+        for one, function in functions.items():
+            if one not in self.calls:
+                self.calls[one] = self.pool.submit(function)
+                started.append(self.calls[one])
+        wait(started, PATIENCE)
+        for one, call in self.calls.items():
+            if isinstance(one, Run) and not call.done():
+                one.set_status("bad", "Its storage does not answer.")
 
 
 class Unreadable(Run):
-    """A folder of runs that cannot be listed, in the place of its runs."""
+    """A folder of runs that cannot be listed, shown in place of its runs."""
 
     def refresh(self):
-        pass  # what it tells is known already
+        """Nothing: its status is set already."""
 
 
 def check_folder(folder):
-    """Raises UserError where a local folder is not there."""
+    """Raises UserError where a local folder does not exist."""
     if not is_remote(folder) and not os.path.isdir(folder):
         raise UserError(f"{folder}: there is no such folder; give one that holds runs.")
 
 
 def printable(name):
-    """A name of a file as text that a browser can send back."""
+    """The name of a file as text that a browser can send back, whatever bytes it has."""
     return os.fsencode(name).decode(errors="backslashreplace")
 
 
 def runs_in(folder):
-    """(its name in the folder, where it is) of each run."""
-    fs, there = filesystem(folder)
-    fs.invalidate_cache()  # its lists of a bucket's objects
+    """Yield (name relative to the folder, path) of each run in a folder, up to two levels deep."""
+    fs, root = filesystem(folder)
+    fs.invalidate_cache()  # fsspec caches the lists of a bucket's objects
     for pattern in ("config.json", "*/config.json", "*/*/config.json"):
-        for path in sorted(fs.glob(f"{glob.escape(there)}/{pattern}")):
-            name = os.path.relpath(os.path.dirname(path), there).removeprefix(".")
+        for path in sorted(fs.glob(f"{glob.escape(root)}/{pattern}")):
+            name = os.path.relpath(os.path.dirname(path), root).removeprefix(".")
             yield name, os.path.join(folder, name).rstrip("/")
 
 
 def as_json(content, status=200):
-    # no more is read of a request that is refused: its body may have no end
+    """A response in JSON."""
+    # 413: the rest of a request that is too long is not read, since its body may never end
     headers = {"Connection": "close"} if status == 413 else {}
     return Response(to_json(content), status, headers, media_type="application/json")
 
 
 def error_as_json(_, error):
-    """An error in OpenAI's format."""
+    """The response for an error, in OpenAI's format."""
     if not isinstance(error, Refused):
         words = getattr(error, "detail", f"What was asked cannot be read: {error}")
         error = Refused(getattr(error, "status_code", 400), f"{words}.")
@@ -437,24 +451,29 @@ def error_as_json(_, error):
 
 
 class Answers:
-    """To what the page and the clients of /v1 ask. The functions that are not async run in threads."""
+    """The handlers of all requests, of the page and of /v1. Those that are not async run in threads."""
 
     def __init__(self, runs, engine):
-        self.runs, self.engine = runs, engine
+        self.runs = runs
+        self.engine = engine
 
     def run(self, name):
         """The Run of a name. Raises `Refused`."""
-        run = self.runs.look().get(name)
+        run = self.runs.refresh().get(name)
         if run is None:
             raise Refused(404, f"{name!r:.80}: there is no such run.", "model")
         return run
 
     def list(self, _):
-        return as_json([run.about for run in self.runs.look().values()])
+        """The facts about all runs."""
+        return as_json([run.about for run in self.runs.refresh().values()])
 
     def rows(self, request):
-        """Columns of a run's rows: its metrics `key`, of each `every`-th row, from row `after` on while the rows before
-        are those of `version`."""
+        """Columns of a run's rows: for each metric `key` its values in every `every`-th row.
+
+        They begin at row `after` where the client's `version` is the current one, so that its rows before are valid;
+        else at the first row.
+        """
         query = request.query_params
         run = self.run(query.get("run"))
         version, rows = run.version, run.rows
@@ -464,19 +483,21 @@ class Answers:
         return as_json(dict(version=version, after=after, columns=columns))
 
     def samples(self, request):
+        """{step: text} of the samples of a run."""
         run = self.run(request.query_params.get("run"))
         content = read_file(f"{run.folder}/samples.txt") or b""
         return as_json(dict(SAMPLES.findall(content.decode(errors="replace"))))
 
     def flags(self, request):
+        """The flags of a run, those of its training and those of its machines."""
         flags, machine = flags_of(self.run(request.query_params.get("run")).config)
         return as_json(dict(flags=flags, machine=machine))
 
     def known_models(self):
-        """{name: what OpenAI's format tells of it} of all runs that have a checkpoint."""
+        """{name: a model in OpenAI's format} of all runs that have a checkpoint."""
         found = {}
-        for run in self.runs.look().values():
-            with contextlib.suppress(UserError, OSError):  # nobody can ask a damaged one
+        for run in self.runs.refresh().values():
+            with contextlib.suppress(UserError, OSError):  # a damaged run has no checkpoint to use
                 step = run.checkpoint()
                 if step is not None:
                     about = dict(object="model", created=0, owned_by=f"step {step}")
@@ -484,9 +505,11 @@ class Answers:
         return found
 
     def models(self, _):
+        """All models, in OpenAI's format."""
         return as_json(dict(object="list", data=[*self.known_models().values()]))
 
     def model(self, request):
+        """One model, in OpenAI's format. Raises `Refused`."""
         name = request.path_params["name"]
         about = self.known_models().get(name)
         if about is None:
@@ -494,8 +517,8 @@ class Answers:
         return as_json(about)
 
     def run_of_model(self, name):
-        """The Run that a request calls its model. Raises `Refused`."""
-        run = self.runs.look().get(name)
+        """The Run that a request names as its model. Raises `Refused`."""
+        run = self.runs.refresh().get(name)
         if run is None:
             raise self.no_model(name)
         return run
@@ -503,14 +526,15 @@ class Answers:
     def no_model(self, name):
         """The `Refused` for a name that no model has."""
         known = [*self.known_models()]
-        there = f"there are {', '.join(known[:MOST_NAMED])}"
+        others = f"there are {', '.join(known[:MOST_NAMED])}"
         if len(known) > MOST_NAMED:
-            there += f" and {len(known) - MOST_NAMED} more, which /v1/models lists"
-        there = there if known else "no run here has a checkpoint yet"
-        words = f"{name!r:.80}: there is no such model; {there}."
+            others += f" and {len(known) - MOST_NAMED} more, which /v1/models lists"
+        others = others if known else "no run here has a checkpoint yet"
+        words = f"{name!r:.80}: there is no such model; {others}."
         return Refused(404, words, "model", "model_not_found")
 
     def chat(self, _):
+        """Refuse a request for chat, and say what to use instead. Raises `Refused`."""
         name = next(iter(self.known_models()), "NAME")
         example = to_json(dict(model=name, prompt="Once", max_tokens=40))
         words = (
@@ -519,12 +543,13 @@ class Answers:
         raise Refused(400, f"{words} /v1/completions with a prompt, such as {example}.", "messages")
 
     def unknown(self, request):
-        """Another path of OpenAI's, or one of those here without /v1."""
+        """Refuse another path of OpenAI's API, or a known one without /v1. Raises `Refused`."""
         here = "POST /v1/completions, GET /v1/models and GET /v1/models/NAME are"
         words = f"{request.method} {request.url.path:.80} is not answered here; {here}"
         raise Refused(404, f"{words}, so a client's base_url ends in /v1.")
 
     async def completions(self, http):
+        """Answer a request for completions, at once or as a stream. Raises `Refused`."""
         body = await body_of(http)
         check_sender(http)
         asked = read_parameters(body)
@@ -541,16 +566,19 @@ class Answers:
 
 
 def flags_of(config):
-    """({flag: value} of a run's training, {fact: value} of its machines) in its config.json. Of the data the first has
-    the name, the second the place and the content."""
+    """Divide a run's config.json: ({flag: value} of its training, {fact: value} of its machines).
+
+    For the data, the first has the name, the second the folder and the fingerprint.
+    """
     machine = {name: value for name, value in config.items() if name in OF_MACHINES}
     flags = shareable(config)
-    apart = OF_MACHINES - {"data"} | {"name"}
-    return {name: value for name, value in flags.items() if name not in apart}, machine
+    left_out = OF_MACHINES - {"data"} | {"name"}
+    return {name: value for name, value in flags.items() if name not in left_out}, machine
 
 
 def check_sender(http):
-    """Raises `Refused` where another site's page sent a request: browsers name it, and let it send no JSON unasked."""
+    """Raises `Refused` for a request from a page of another site. Browsers name that site in the header Origin, and do
+    not let it send JSON without asking this server."""
     origin = http.headers.get("origin")
     if origin is not None and urlsplit(origin).netloc != http.headers.get("host"):
         raise Refused(403, "Another site's page may not ask; leave Origin out, or open the page.")
@@ -560,7 +588,7 @@ def check_sender(http):
 
 
 async def body_of(http):
-    """The body of a request, which is at most MOST_BYTES in memory. Raises `Refused`."""
+    """The body of a request, of at most MOST_BYTES. Raises `Refused`."""
     read = 0
     body = bytearray()
     if int(http.headers.get("content-length", 0)) <= DRAINED:
@@ -575,7 +603,7 @@ async def body_of(http):
 
 
 async def stream(answer, about):
-    """The pieces of an answer as server-sent events, and its usage behind them where that is asked for."""
+    """Yield the pieces of an answer as server-sent events, followed by its usage where the request asks for it."""
     options = answer.asked.stream_options
     counts = options is not None and options.include_usage
     if counts:
@@ -593,7 +621,7 @@ async def stream(answer, about):
 
 
 class Headers:
-    """Puts HEADERS on every answer of an ASGI application."""
+    """Adds HEADERS to every response of an ASGI application."""
 
     def __init__(self, app):
         self.app = app
@@ -608,11 +636,12 @@ class Headers:
 
 
 def file_route(address, path):
-    """The Route of a file of the page, of which a browser asks at each visit whether it is still the same."""
+    """The Route of a file of the page. A browser asks at each visit whether the file has changed."""
     return Route(address, lambda _: FileResponse(path, headers={"Cache-Control": "no-cache"}))
 
 
 def make_app(runs, engine):
+    """The ASGI application."""
     here = os.path.dirname(os.path.realpath(__file__))
     (plotly,) = importlib.util.find_spec("plotly").submodule_search_locations
     answers = Answers(runs, engine)
@@ -633,11 +662,12 @@ def make_app(runs, engine):
     ]
     others = "/v1", "/v1/{path:path}", "/completions", "/chat/completions", "/models"
     routes += [Route(path, answers.unknown, methods=METHODS) for path in others]
-    # another site's page that a browser shows may not ask under a name of its own
-    here_alone = Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
-    kinds = Refused, UserError, HTTPException, ValueError, ClientDisconnect
-    errors = dict.fromkeys(kinds, error_as_json)
-    middleware = [Middleware(Headers), here_alone]
+    # Only local host names: a page of another site could reach this server under a host name of its own, which that
+    # site lets point to 127.0.0.1 (DNS rebinding).
+    local_hosts = Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
+    expected = Refused, UserError, HTTPException, ValueError, ClientDisconnect
+    errors = dict.fromkeys(expected, error_as_json)
+    middleware = [Middleware(Headers), local_hosts]
     return Starlette(routes=routes, middleware=middleware, exception_handlers=errors)
 
 
@@ -645,7 +675,7 @@ def main(options):
     for folder in options.runs:
         check_folder(folder)
     runs = Runs(options.runs)
-    n = len(runs.look())
+    n = len(runs.refresh())
     try:
         listener = socket.create_server(("127.0.0.1", options.port))
     except OSError as e:
@@ -653,13 +683,15 @@ def main(options):
         raise UserError(words) from None
     port = listener.getsockname()[1]
     print(f"http://127.0.0.1:{port} shows {n} run{'s' * (n != 1)}; Ctrl-C ends it")
-    there = f"ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}"
-    print(f"from another machine: {there}, then the same address there", flush=True)
+    tunnel = f"ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}"
+    print(f"from another machine: {tunnel}, then the same address there", flush=True)
     app = make_app(runs, Engine(options.batch_size))
     server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
-    server.capture_signals = contextlib.nullcontext  # those of `interrupts.install` end it at once
+    # the handlers of `interrupts.install` end the process at once
+    server.capture_signals = contextlib.nullcontext
     server.run(sockets=[listener])
 
 
 if __name__ == "__main__":
-    one_sentence(lambda: main(options_given))  # not interrupts.run: no signal waits for the server
+    # not interrupts.run: a signal must not wait for the server
+    one_sentence(lambda: main(options_given))

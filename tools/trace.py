@@ -1,8 +1,8 @@
-"""Where the time of a step went, of a trace that `main.py --profile` wrote, beside what a plan says of it.
+"""Report where the time of a step went, from a trace that `main.py --profile` wrote, beside the plan.
 
 python tools/trace.py runs/tiny
 
-It reads what jax's profiler recorded and the compiled program that lies beside it. It needs no accelerator.
+It reads the recording of jax's profiler and the compiled program saved beside it. It needs no accelerator.
 """
 
 if not __package__:
@@ -36,7 +36,7 @@ from tools import common
 
 @dataclass(frozen=True)
 class Options:
-    """Say where the time of a step went, of a trace that --profile wrote."""
+    """Report where the time of a step went, from a trace that --profile wrote."""
 
     run: str = argument()
     """A run directory, or its gs:// or s3:// address."""
@@ -45,30 +45,33 @@ class Options:
 
 
 PRODUCTS = "matrix products"  # as a `Plan` calls this part
-REST, IDLE = "rest", "idle"
-# Parts of a step, by the innermost of these scopes (jax.named_scope) around an operation.
+REST = "rest"
+IDLE = "idle"
+# {a scope of the model (jax.named_scope): part of a step}. An operation belongs to the innermost such scope around it.
 PARTS = {name: name for name in ("attention", "feed_forward", "experts", "optimizer")}
 PARTS |= dict(embed="vocabulary", head="vocabulary")
-# What jax adds to the path of scopes for a loop or a function, and says nothing.
+# What jax adds to the path of scopes for a loop or a function. It carries no information and is removed.
 NOISE = re.compile(r"(jit\([^()]*\)|shard_map|while|body|cond|closed_call|checkpoint|eval_jaxpr)/")
-LOOPS = ("while", "call", "conditional")  # what they run is traced itself
-# {platform: "PLANE LINE" of the lines of a trace that tell what its devices do}
+# not counted: the operations that they run are in the trace too
+LOOPS = ("while", "call", "conditional")
+# {platform: regular expression for "PLANE LINE" of the lines of a trace that record what devices do}
 DEVICES = dict(
     cpu="/host:CPU ", tpu=r"/device:TPU:\d+ (Async )?XLA Ops", gpu=r"/device:GPU:\d+ Stream"
 )
 
 
 class Operation(NamedTuple):
-    """What one HLO operation, or several alike, are in the code."""
+    """What an HLO operation, or several equal ones, are in the code."""
 
-    path: str  # scopes and what jax calls it: transpose(jvp(attention))/dot_general
+    path: str  # scopes, and jax's name of it: transpose(jvp(attention))/dot_general
     part: str  # a value of PARTS, or REST
-    links: str  # over which it communicates, as a plan names them; "": it computes
+    links: str  # the links over which it communicates, as a plan names them; "": it computes
     is_product: bool  # whether it has a matrix product
 
 
 class Trace:
-    """A trace, and the optimized HLO of its step. about: as profiling.Profile wrote it."""
+    """A trace and the optimized HLO of its step. about: facts about the run, as `profiling.Profile` wrote them. text:
+    the HLO."""
 
     def __init__(self, folder, about, cfg, text):
         self.folder = folder
@@ -81,7 +84,7 @@ class Trace:
 
     @functools.cache
     def operation(self, name):
-        """`Operation` of the HLO operation of a name; None of a loop."""
+        """The `Operation` for the name of an HLO operation; None for a loop."""
         op = self.ops[name]
         if op.kind in LOOPS:
             return None
@@ -97,28 +100,29 @@ class Trace:
         return Operation(path, part, links, is_product)
 
     def inside(self, op):
-        """An operation and all that it is made of."""
+        """Yield an operation and, recursively, those in the computations that it calls, such as the body of a
+        fusion."""
         yield op
         for callee in hlo.CALLED.findall(op.rest):
             for inner in self.computations.get(callee, []):
                 yield from self.inside(inner)
 
     def links(self, op):
-        """What a communication travels over; "" of any other operation."""
+        """The links over which an operation communicates; "" where it does not."""
         mesh = dict(zip(collectives.AXES, self.cfg.run.n_device_axis))
-        kind = op.kind.removesuffix("-start")
-        if kind in hlo.COLLECTIVES:
+        collective = op.kind.removesuffix("-start")
+        if collective in hlo.COLLECTIVES:
             axes, _ = hlo.group_axes(op, mesh)
-            return axes and plan.links_of(axes, kind)
+            return axes and plan.links_of(axes, collective)
         across = hlo.slow_axis(mesh, self.about["slices"])
-        return plan.links_of([across], hlo.ACROSS) if kind in ("send", "recv") else ""
+        return plan.links_of([across], hlo.ACROSS) if collective in ("send", "recv") else ""
 
 
 def open_trace(run, name=""):
-    """`Trace` of a run directory: of that name, or the newest. Raises UserError where there is none."""
+    """The `Trace` of a run directory with that name; "": the newest. Raises UserError where there is none."""
     folder = os.path.join(run, profiling.FOLDER)
     known = {one: read_json(folder, one, "about.json") for one in sorted(names_in(folder))}
-    known = {one: about for one, about in known.items() if about}  # it is written last
+    known = {one: about for one, about in known.items() if about}  # about.json is written last
     if not known:
         raise UserError(f"{run}: holds no whole trace; train with --profile FIRST:LAST.")
     name = name or max(known, key=lambda one: known[one]["written"])
@@ -131,17 +135,17 @@ def open_trace(run, name=""):
     return Trace(folder, known[name], cfg, text)
 
 
-def devices_in(trace):
-    """[[(begin, end, operation of the step)] of a device] in ns, of all processes."""
+def events_of_devices(trace):
+    """For each device of all processes, the list of events (begin, end, name of an operation of the step), in ns."""
     found = []
     for name in fnmatch.filter(names_in(trace.folder), "*.xplane.pb"):
         data = ProfileData.from_serialized_xspace(read_file(f"{trace.folder}/{name}"))
-        found += events_of(data, trace).values()
+        found += events_by_device(data, trace).values()
     return found
 
 
-def events_of(data, trace):
-    """{device: [(begin, end, operation)]} of a ProfileData, as `devices_in`."""
+def events_by_device(data, trace):
+    """{device: [(begin, end, name of an operation)]} of a ProfileData, in ns."""
     found = defaultdict(list)
     lines = [(plane, line) for plane in data.planes for line in plane.lines]
     for plane, line in lines:
@@ -149,23 +153,26 @@ def events_of(data, trace):
             continue
         for event in line.events:
             stats = dict(event.stats)
-            # a TPU writes "%fusion.1 = f32[8]{0} fusion(...)", or "fusion.1" alone
+            # on a TPU the event's name is "%fusion.1 = f32[8]{0} fusion(...)", or just "fusion.1"
             op = stats.get("hlo_op") or re.match(r"%?([\w.\-]*)", event.name)[1]
             of_step = stats.get("hlo_module", trace.program) == trace.program
-            again = event.name.startswith("end: ")  # a CPU tells each end once more
+            again = event.name.startswith("end: ")  # a CPU records each end as an event too
             if again or not of_step or op not in trace.ops:
                 continue
             one = trace.operation(op)
             if line.name.startswith("Async") and not (one and one.links):
-                continue  # copies run beside what a core computes
+                continue  # asynchronous copies, which run while the core computes
             device = plane.name, stats.get("device_ordinal")
             found[device].append((event.start_ns, event.end_ns, op))
     return found
 
 
 def steps_in(events, trace, n):
-    """[(begin, end)] in ns of n steps of a device; [] where it has less. Operations outside loops run once a step: the
-    n-th time of each belongs to the n-th step. There may be one more, which the end of the trace cut off."""
+    """[(begin, end)] of n steps of a device, in ns; [] where the trace holds fewer.
+
+    Operations outside loops run once a step, so the k-th run of each belongs to the k-th step. The trace may hold one
+    step more, which its end truncated.
+    """
     entry = {op.name for op in trace.computations["ENTRY"]}
     times = defaultdict(list)
     for begin, end, op in sorted(events):
@@ -176,8 +183,11 @@ def steps_in(events, trace, n):
     return [(min(begins), max(ends)) for begins, ends in steps]
 
 
-def moments(found):
-    """Yield (length, [what is under way]) of each span of time in which the same intervals are."""
+def spans(found):
+    """Divide time into spans in which the same intervals are active: yield (length, labels of the active intervals).
+
+    found: [(begin, end, label)]. Spans in which none is active are left out.
+    """
     points = sorted((at, number) for number, (*ends, _) in enumerate(found) for at in ends)
     active = {}
     for (at, number), (after, _) in itertools.pairwise(points):
@@ -190,32 +200,40 @@ def moments(found):
 
 
 class Shares:
-    """Seconds of one step of a trace, means over steps and devices. Raises UserError where it does not hold them."""
+    """The seconds of a step, divided among its parts; means over the steps and devices of a trace. Raises UserError
+    where the trace holds no whole step."""
 
     def __init__(self, trace):
-        self.parts = Counter()  # {part: seconds} of the step, exposed communication as its links
-        self.hidden = Counter()  # {links: seconds} of communication while the device computes
+        # {part: seconds}; exposed communication is a part named by its links
+        self.parts = Counter()
+        # {links: seconds} of communication during which the device computes
+        self.hidden = Counter()
         self.operations = Counter()  # {Operation: seconds}
         first, last = trace.about["steps"]
         self.steps = last - first + 1
-        runs = [(events, steps_in(events, trace, self.steps)) for events in devices_in(trace)]
-        runs = [(events, steps) for events, steps in runs if steps]
+        runs = []  # of each device: (events, its steps)
+        for events in events_of_devices(trace):
+            if steps := steps_in(events, trace, self.steps):
+                runs.append((events, steps))
         if not runs:
             raise UserError(f"{trace.folder}: holds no whole step; trace later ones.")
         self.devices = len(runs)
         for events, steps in runs:
             labeled = [(begin, end, trace.operation(op)) for begin, end, op in events]
-            for ns, active in moments([*labeled, *((*step, IDLE) for step in steps)]):
+            for ns, active in spans([*labeled, *((*step, IDLE) for step in steps)]):
                 if IDLE in active:
                     seconds = ns / 1e9 / self.steps / self.devices
-                    self.add_moment(seconds, [one for one in active if one not in (None, IDLE)])
+                    self.add_span(seconds, [one for one in active if one not in (None, IDLE)])
         self.step = self.parts.total()
         self.links = sorted({one.links for one in self.operations if one.links} | {*self.hidden})
         self.products = sum(t for one, t in self.operations.items() if one.is_product)  # seconds
 
-    def add_moment(self, seconds, active):
-        """Add a time in which these operations were under way on a device: to what it computes, in equal shares; where
-        it computes nothing, to the links over which bytes travel; else it idles."""
+    def add_span(self, seconds, active):
+        """Add a span of time in which these operations were active on a device.
+
+        It counts for the operations that compute, in equal shares. Where none computes, it counts for the links over
+        which bytes travel; where none of these is active either, the device is idle.
+        """
         computing = [one for one in active if not one.links]
         busy = computing or active
         for one in busy:
@@ -228,31 +246,32 @@ class Shares:
             self.parts[IDLE] += seconds
 
 
-def beside(trace, found):
-    """{part: (seconds measured, planned, FLOP or bytes of the program)} of a device's step; None: not known."""
+def compare_with_plan(trace, found):
+    """{part: (seconds measured, seconds planned, FLOP or bytes of the program)} of a step of a device; None:
+    unknown."""
     measured = {links: found.parts[links] + found.hidden[links] for links in found.links}
     waited = found.parts[IDLE] + sum(found.parts[links] for links in found.links)
     measured[PRODUCTS] = found.products
     measured["memory"] = found.step - waited - found.products
     measured["step"] = found.step
     about = trace.about
-    kind = about["device_kind"]
+    device_kind = about["device_kind"]
     n = math.prod(trace.cfg.run.n_device_axis)
     machine = machines.machine_of_kind(
-        kind, about["platform"], n, about["processes"], about["slices"]
+        device_kind, about["platform"], n, about["processes"], about["slices"]
     )
-    # the memory of the program does not matter here
+    # 0, 0: bytes of memory, which this report does not show
     of_program = plan.make_plan(trace.cfg, machine, machines.Compiled(trace.text, 0, 0))
     work = {PRODUCTS: of_program.flops} | plan.by_links(of_program.collectives, "bytes")
     planned = {}
-    if chips.chip_of(kind):
+    if chips.chip_of(device_kind):
         planned = of_program.seconds | dict(step=of_program.overlap.step)
     columns = measured, planned, work
     return {part: tuple(column.get(part) for column in columns) for part in work | measured}
 
 
 def report(trace, found):
-    """Text about `Shares`, beside the plan."""
+    """The report in Markdown: the `Shares` of a trace beside the plan."""
     mesh = trace.cfg.run.n_device_axis
     shares = []
     for part, seconds in found.parts.most_common():
@@ -263,7 +282,7 @@ def report(trace, found):
         shares.append((f"{links}, hidden behind computation", seconds))
     costliest = [(one.path, seconds) for one, seconds in found.operations.most_common(10)]
     rows = []
-    for part, (measured, planned, work) in beside(trace, found).items():
+    for part, (measured, planned, work) in compare_with_plan(trace, found).items():
         row = {"a step of a device": part}
         row["measured"] = "-" if measured is None else f"{measured:.4f} s"
         row["planned"] = "-" if planned is None else f"{planned:.4f} s"
@@ -281,7 +300,7 @@ def report(trace, found):
 
 
 def share_table(heading, parts, step):
-    """A table of [(part, seconds)] with the share of a step's seconds."""
+    """A Markdown table of [(part, seconds)], with the share of the seconds of a step."""
     rows = []
     for part, seconds in parts:
         row = {heading: part, "seconds": f"{seconds:.4f}", "share": f"{seconds / step:.1%}"}
