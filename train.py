@@ -483,5 +483,5 @@ def read_batches(cfg, data, mesh, now):
         return put_batch(order, first, shape, mesh)
 
     batches = Prefetch(batch_from, each_first, busy=now.wait)
-    processes.together(batches.error(2))
+    processes.raise_together(batches.error(2))
     return batches

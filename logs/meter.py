@@ -34,7 +34,8 @@ class Goodput:
 
     def restart(self, started, part="starting"):
         """Count from the time `started`, at a start or a rollback. `add_spent` adds what the run spent before."""
-        self.started = self.since = started
+        self.started = started
+        self.since = started  # when the current part started
         self.part = part
         self.seconds = dict.fromkeys(PARTS, 0.0)
 

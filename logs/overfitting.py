@@ -67,7 +67,8 @@ def overfit_in(found):
 
     has risen three times from 3.21, while training loss fell from 3.10 to 2.80: Overfit(200, 3.21, 3.34).
     """
-    best = rises = 0
+    best = 0  # index of the best evaluation so far
+    rises = 0  # evaluations in a row that were worse than the one before
     is_overfit = False
     for n in range(1, len(found)):
         if found[n].held_out < found[best].held_out:

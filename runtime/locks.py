@@ -241,7 +241,8 @@ class Lock:
                 self.found = written
                 self.confirmed = start
                 return True
-            self.seen = found = self.storage.find()
+            found = self.storage.find()
+            self.seen = found
             if not found or found.token != self.token:
                 return False
             # The lock was written and the answer was lost. When it was written is unknown, so it is written again.

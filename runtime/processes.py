@@ -199,7 +199,7 @@ def all_of(here):
     return not largest_of(not here)
 
 
-def together(error):
+def raise_together(error):
     """Raise an error on all processes or on none; waits for all of them. error: that of this process, or None."""
     rank = largest_of(rank_of(error))
     if rank:
@@ -217,13 +217,14 @@ def failure(rank, error):
 
 def on_all(work):
     """The result of work() on every process. Raises UserError on all of them where work() raises it on any."""
-    done = error = None
+    result = None
+    error = None
     try:
-        done = work()
+        result = work()
     except UserError as e:
         error = e
-    together(error)
-    return done
+    raise_together(error)
+    return result
 
 
 def on_main_process(work):

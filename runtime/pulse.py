@@ -47,7 +47,10 @@ class Pulse:
         self.doing = doing
         self.bar.bar_format = "{desc}  |{bar:20}| {remaining} left"
         self.bar.reset(total)
-        self.bar.initial = self.bar.n = done
+        self.bar.n = done
+        self.bar.initial = (
+            done  # so that the time left is estimated from the steps of this process alone
+        )
 
     def words(self):
         """What the program is doing now, in words."""

@@ -319,7 +319,8 @@ class Checkpoints:
                 f"resuming from checkpoint {step}; the steps from {step + 1} to {damaged[0]} were lost and are run "
                 f"again{moved}"
             )
-        self.saved = self.on_disk = step
+        self.saved = step
+        self.on_disk = step
         return found
 
     def _clear(self, later, damaged):

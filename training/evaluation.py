@@ -8,7 +8,7 @@ import model
 import utils
 from dataset import Prefetch, put_batch
 from runtime.messages import UserError, say
-from runtime.processes import together
+from runtime.processes import raise_together
 from training.sizes import val_batch_shape
 
 
@@ -38,7 +38,7 @@ def make_evaluate(cfg, mesh, corpus):
 
     def evaluate(params):
         batches = Prefetch(batch, range(n_parts), depth=n_parts)
-        together(batches.error(n_parts))
+        raise_together(batches.error(n_parts))
         no_dropout = jax.random.key(0)
         total, cross_entropy = 0, 0
         for tokens, targets in batches:
