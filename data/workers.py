@@ -105,7 +105,7 @@ def ray_actors(workers, encode):
     quiet = dict(log_to_driver=False, logging_level=logging.ERROR)
     ray.init(runtime_env={"env_vars": environment}, **quiet)
     signal.signal(signal.SIGTERM, before)  # Ray replaced the handler
-    interrupts.given_back.append(ray.shutdown)
+    interrupts.releases.append(ray.shutdown)
     try:
         options = dict(max_restarts=-1, max_task_retries=-1, scheduling_strategy="SPREAD")
         actor = ray.remote(**options)(Encoder)
@@ -120,7 +120,7 @@ def ray_actors(workers, encode):
         yield lambda batch: next(actors).encode.remote(batch), result
     finally:
         ray.shutdown()
-        interrupts.given_back.remove(ray.shutdown)
+        interrupts.releases.remove(ray.shutdown)
 
 
 def encode_batches(batches, workers, start, encode):

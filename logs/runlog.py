@@ -243,9 +243,8 @@ class RunLog:
         """(the rows that are there, whether some are damaged). The content of damaged files is copied beside them, and
         a warning says how many rows up to `step` are left."""
         parts = rows.contents(self.folder)
-        found, is_damaged = rows.join(
-            parts
-        )  # a killed run also leaves rows of steps that will be repeated
+        # A killed run also leaves rows of steps that will be repeated.
+        found, is_damaged = rows.join(parts)
         if is_damaged:
             path = self.path(rows.NAME)
             n = 1

@@ -73,9 +73,8 @@ class Chip(NamedTuple):
 
 
 A100_40 = ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB")
-CARD = (
-    12.5e9 / 8
-)  # bytes/s from one GPU to other hosts, where eight GPUs share a network card of 100 Gbit/s
+# Bytes/s from one GPU to other hosts, where eight GPUs share a network card of 100 Gbit/s.
+CARD = 12.5e9 / 8
 # fmt: off
 KNOWN = [
     Chip("v2", ("TPU v2",), 23e12, 7.48 * GiB, 350e9, 62e9, CARD, 0.7e9, cores=2),

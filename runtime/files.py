@@ -39,9 +39,8 @@ PAUSE = 5  # seconds between two such lines
 # What Orbax misreads in a path, since it turns paths into globs and addresses: brackets, **, a backslash, gs:/ with one
 # slash, and bytes that are not UTF-8.
 MISREAD = re.compile(r"[][\\\ud800-\udfff]|\*\*|gs:/(?!/)")
-PART = re.compile(
-    r"\.[0-9a-f]{16}\.part$"
-)  # the end of the names that `part_of` makes, and of no others
+# The end of the names that `part_of` makes, and of no others.
+PART = re.compile(r"\.[0-9a-f]{16}\.part$")
 
 
 def is_remote(path):
@@ -291,12 +290,12 @@ def locked(path, flags=0):
 @contextlib.contextmanager
 def removed(remove):
     """Call `remove` at the end of a `with` block, also if a signal ends the process before."""
-    interrupts.given_back.append(remove)
+    interrupts.releases.append(remove)
     try:
         yield
     finally:
         remove()
-        interrupts.given_back.remove(remove)
+        interrupts.releases.remove(remove)
 
 
 @contextlib.contextmanager

@@ -9,10 +9,8 @@ import sys
 import time
 from _thread import allocate_lock
 
-INSISTING = (
-    signal.SIGINT,
-    signal.SIGTERM,
-)  # signals that a person or a supervisor repeats on purpose
+# Signals that a person or a supervisor repeats on purpose.
+INSISTING = signal.SIGINT, signal.SIGTERM
 # The others come when a terminal is closed (SIGHUP), from a batch system before the time of a job is over (SIGUSR1,
 # SIGUSR2), and at the limit of a process's CPU time (SIGXCPU).
 SIGNALS = *INSISTING, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU
@@ -22,7 +20,7 @@ words = NOTHING_LOST  # printed when a signal ends main.py at once; replaced whe
 
 STARTED = time.time()  # when the process started
 # Functions that release what other processes may wait for. They run also where the process ends at once.
-given_back = []
+releases = []
 # Held while the process ends. Code that starts a worker process, or creates or renames a file, holds it meanwhile, so
 # that the process never ends in the middle of that.
 ending = allocate_lock()
@@ -35,7 +33,7 @@ def end(status, words):
         os.write(2, f"{words}\n".encode() if words else b"")
     except OSError:  # the terminal is gone
         pass
-    if given_back:  # it is empty during the first imports, when `threading` may be half imported
+    if releases:  # it is empty during the first imports, when `threading` may be half imported
         import threading
 
         thread = threading.Thread(target=release_all, daemon=True)
@@ -45,15 +43,15 @@ def end(status, words):
 
 
 def release_all():
-    """Call the functions of `given_back`."""
-    for release in [*given_back]:
+    """Call the functions of `releases`."""
+    for release in [*releases]:
         try:
             release()
         except Exception:  # an error must not keep the next ones from being released
             pass
 
 
-def heeded():
+def handled_signals():
     """The SIGNALS that this program handles: all but those that were set to be ignored when it was started, as nohup
     does with SIGHUP. SIGINT is handled even so, since a shell ignores it for every program in the background."""
     ignored = {number for number in SIGNALS if signal.getsignal(number) == signal.SIG_IGN}
@@ -61,18 +59,17 @@ def heeded():
 
 
 def install(words="interrupted"):
-    """Handle signals simply until `run` or `Interrupt` replaces this: end the process and print these words. A spawned
-    process prints nothing. Every program calls it first.
+    """Install a handler that ends the process and prints these words, for the time before the program does its work. A
+    spawned process prints nothing. Every program calls this first.
 
-    The handler runs only when the main thread executes Python, which during imports is soon. Ends the program where a
-    package is missing.
+    The handler runs only when the main thread executes Python, which is soon while modules are imported. If a package
+    is missing, the program ends here, with a sentence.
     """
     words = "" if "__mp_main__" in sys.modules else words
-    for number in heeded():
+    for number in handled_signals():
         signal.signal(number, lambda number, _: end(128 + number, words))
-    from importlib.util import (
-        find_spec,
-    )  # here, so that a signal during this import is handled already
+    # Here, so that a signal during this import is handled already.
+    from importlib.util import find_spec
 
     from runtime.messages import open_streams
 
@@ -121,7 +118,7 @@ def watch(on_signal):
             if received[0] in SIGNALS:
                 on_signal(received[0])
 
-    handlers = {number: signal.signal(number, lambda *_: None) for number in heeded()}
+    handlers = {number: signal.signal(number, lambda *_: None) for number in handled_signals()}
     before = signal.set_wakeup_fd(write_end)  # Python writes the number of each signal to this pipe
     thread = threading.Thread(target=listen, name="signals", daemon=True)
     thread.start()

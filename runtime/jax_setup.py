@@ -14,9 +14,8 @@ from runtime.messages import UserError, warn
 def quiet_libraries():
     """Silence what the libraries log about errors that the programs here report themselves, in one sentence each."""
     absl_logging.set_verbosity(absl_logging.FATAL)  # used by Orbax
-    logging.getLogger("asyncio").setLevel(
-        logging.CRITICAL
-    )  # it logs a traceback for each of Orbax's tasks
+    # It logs a traceback for each of Orbax's tasks.
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
 
     # The errors with which Orbax's reads end after another read has failed, and gcsfs's uploads after another upload.
     ends = "Event loop is closed", "Existing exports of data: object cannot be re-sized"

@@ -296,7 +296,7 @@ def alone_in(folder, flag, value, other):
         return Unavailable(f"{who} {has}", flag=flag, value=value, remedy=remedy, **{other: None})
 
     lock = Lock(folder)
-    interrupts.given_back.append(lock.release)
+    interrupts.releases.append(lock.release)
     try:
         try:
             lock.acquire(in_use)
@@ -309,5 +309,5 @@ def alone_in(folder, flag, value, other):
             remove_parts(folder)
         yield lock
     finally:
-        interrupts.given_back.remove(lock.release)
+        interrupts.releases.remove(lock.release)
         lock.release()

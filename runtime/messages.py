@@ -115,9 +115,8 @@ def open_streams():
     """
     for name, mode in dict(stdin="r", stdout="w", stderr="w").items():
         if getattr(sys, name) is None:
-            number = os.open(
-                os.devnull, os.O_RDWR
-            )  # it gets the lowest free number, which is the stream's
+            # It gets the lowest free number, which is the stream's.
+            number = os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(number, True)
             setattr(sys, name, open(number, mode))
     with contextlib.suppress(AttributeError):  # the streams of a notebook have no `reconfigure`

@@ -144,9 +144,8 @@ def connect(run):
     Slurm or Kubernetes."""
     # jax's own service would swallow SIGTERM from here on. `Interrupt` passes signals on to all processes instead.
     jax.config.update("jax_enable_preemption_service", False)
-    limit = (
-        3 * run.peer_timeout
-    )  # longer than for a lost process, since machines start at different times
+    # Longer than for a lost process, since machines start at different times.
+    limit = 3 * run.peer_timeout
     # A timer prints this before jax's own limit, which would end the process in a stack trace.
     words = (
         f"error: --peer_timeout {run.peer_timeout}: the processes did not all meet within {limit} s; does the same "
@@ -259,9 +258,8 @@ def check_agreement(flags, data, run):
     same_everywhere(flags | {"--data": data, "--output_dir": seen}, run)
 
 
-calls = (
-    itertools.count()
-)  # numbers the calls of `same_everywhere`, each of which has keys of its own
+# Numbers the calls of `same_everywhere`, each of which has keys of its own.
+calls = itertools.count()
 
 
 def same_everywhere(values, run):

@@ -109,9 +109,8 @@ class Checkpoints:
             check_run_path(folder)
             self._open_writer()
         self.watcher = ThreadPoolExecutor(1, "checkpoint")
-        self.wait_for_log = lambda: (
-            None
-        )  # called in the background before a checkpoint gets its name
+        # Called in the background before a checkpoint gets its name.
+        self.wait_for_log = lambda: None
         self.saved = None  # step of the newest checkpoint, which may still be in the process of being written
         self.on_disk = None  # step of the newest checkpoint that is written and can be read back
         self.written = None  # a future that is done when the newest save has ended

@@ -293,7 +293,7 @@ def simulated(world, place):
         patch(locks, say=world.note, warn=world.note)
         patch(lock_storage, os=Wrapped(os, **points), shutil=removes, open=opens)
         patch(files, time=clock, warn=world.note)
-        patch(interrupts, end=world.exit, given_back=[])
+        patch(interrupts, end=world.exit, releases=[])
         if place == "no flock":
             patch(files, fcntl=Wrapped(fcntl, flock=no_locks))
         for kind in (lock_storage.Storage, lock_storage.GoogleStorage, lock_storage.S3):
