@@ -126,9 +126,8 @@ def _whole(w, p):
         return _own_expert(w, p)
     if p.gather_dim:
         dim = p.position(p.gather_dim) % w.ndim
-        for axis in reversed(
-            p.gather_axes
-        ):  # one by one: XLA reduces and scatters over one axis only
+        # one by one: XLA reduces and scatters over one axis only
+        for axis in reversed(p.gather_axes):
             w = all_gather(w, axis, dim)
     return w
 
@@ -136,14 +135,15 @@ def _whole(w, p):
 def _own_expert(w, p):
     """This device's expert, where several devices share one; see `expert_groups`.
 
-    Where F is split, it takes two steps. E = 2 experts on 4 devices, which store slices 0 to 3 of both along F:
+    Where the stored weight is split along D, it takes two steps. E = 2 experts on 4 devices, which store slices 0 to 3 of
+    both along D:
 
         device          0           1           2           3
         stores          A0 B0       A1 B1       A2 B2       A3 B3
         all-to-all      A0 A2       A1 A3       B0 B2       B1 B3        in groups [0, 2] and [1, 3]
         all-gather      A0..A3      A0..A3      B0..B3      B0..B3       in groups [0, 1] and [2, 3]
 
-    Where F is not split, every device stores all experts and nothing travels.
+    Where the devices do not divide D, each stores all experts whole, and nothing travels.
     """
     E, experts = p.shape[p.position(p.expert)], p.position(p.expert) % w.ndim
     different, same = expert_groups(E, lax.axis_size(EXPERT_AXES))

@@ -121,9 +121,8 @@ class Metrics(NamedTuple):
     cross_entropy: jax.Array  # [] nats per token
     load_loss: jax.Array  # [] load-balancing loss, summed over layers, mean over sequences
     dropped: jax.Array  # [] share of the choices that found their expert's bucket full
-    measured: (
-        dict  # {name: [rounds, blocks in a round, ...]} of `experts.measure`, summed over the batch
-    )
+    # {name: [rounds, blocks in a round, ...]} of `experts.measure`, summed over the batch
+    measured: dict
 
 
 def make_loss(cfg, mesh, train):

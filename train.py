@@ -169,9 +169,8 @@ class Now:
     sequences: int  # of the training data that are behind: those of the steps, and those that rollbacks left out
     faults: dict | None = None  # of the `BadSteps` when the state was saved
     batches: Any = None  # `Prefetch` of the batches of the next steps
-    launched: tuple | None = (
-        None  # (step, sequences, metrics, data wait) until `finish_step` reads it
-    )
+    # (step, sequences, metrics, data wait) until `finish_step` reads it
+    launched: tuple | None = None
     row: dict | None = None  # its metrics, read and not logged yet
     val_loss: float | None = None  # held-out loss after this step; None: not evaluated
     logged: dict | None = None  # the row that was logged last
@@ -279,9 +278,11 @@ def loop(run, now):
             launch_step(run, now)
             # Several processes must know of the step after next: they agree on an answer a step late.
             error = now.batches.error(min(2, jax.process_count()))
-            stop = run.interrupt.agreed(error)  # a later signal belongs to the next step
+            # 0, the signal to stop for, or FAILED and more where a process has an error. A later signal belongs to
+            # the next step.
+            stop = run.interrupt.agreed(error)
             due = due_after(now.step, cfg.run, stop)
-            if not any(due):
+            if not any(due):  # and no stop either: it makes a checkpoint due
                 continue
 
             now.row = finish_step(run, now)
@@ -293,12 +294,11 @@ def loop(run, now):
                 run.log.flush()
 
             last = now.step == cfg.run.training_steps
-            if run.bad_steps.in_progress and not last:
-                # Between bad steps a regular checkpoint could displace the one that a rollback needs.
-                due = due._replace(checkpoint=bool(stop), samples=False)
-            if due.checkpoint:
+            # Between bad steps a regular checkpoint could displace the one that a rollback needs.
+            between_bad_steps = run.bad_steps.in_progress and not last
+            if due.checkpoint and (stop or not between_bad_steps):
                 save(run, now, waits=stop or last)
-            if due.samples:
+            if due.samples and not between_bad_steps:
                 with run.phases("sampling", now.step):
                     sample(run, now)
             run.pace.resume(now.batches.waited)

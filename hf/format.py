@@ -21,9 +21,8 @@ class HuggingFace(NamedTuple):
     # utils.Model -> {entry: value} of config.json. Raises UserError where the class has no such model.
     config: Callable
     entries: dict  # {entry of config.json: flag whose value it holds}
-    missing: (
-        dict  # {entry: value that it has where it is missing}, of the entries that may be missing
-    )
+    # {entry: value that it has where it is missing}, of the entries that may be missing
+    missing: dict
     # ({flag: value} of the entries, the other entries of config.json) -> {flag: value}. Raises UserError for an entry
     # that may change numbers in a way unknown here.
     flags: Callable

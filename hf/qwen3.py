@@ -37,9 +37,8 @@ def tensors(m):
             ("post_attention_layernorm", "norm"),
         ]:
             part = table[leaf].shape[1:]
-            flat = (
-                math.prod(part),
-            )  # the scale of a norm over all heads is one row of numbers there
+            # the scale of a norm over all heads is one row of numbers there
+            flat = (math.prod(part),)
             yield plain(f"{prefix}.{name}.weight", (stack, leaf), (n,), part, flat)
         yield from attention_tensors(m, f"{prefix}.self_attn", n)
         yield from feed_forward_tensors(m, f"{prefix}.mlp", n)
@@ -75,9 +74,8 @@ class Published(NamedTuple):
 
     model_type: str  # in config.json
     model_class: str
-    entries: (
-        dict  # {entry of config.json: flag whose value it holds}, on top of hf/format.py: COMMON
-    )
+    # {entry of config.json: flag whose value it holds}, on top of hf/format.py: COMMON
+    entries: dict
     # {entry: its values that are supported, beside those of SUPPORTED}; the first is the one that we write
     supported: dict = {}
     head_dim: int = 0  # where config.json has none; 0: hidden_size / num_attention_heads

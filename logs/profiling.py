@@ -56,9 +56,8 @@ class Profile:
         self.wait()
         self.is_started = True
         options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = (
-            0  # recording every call of a Python function would slow the host
-        )
+        # recording every call of a Python function would slow the host
+        options.python_tracer_level = 0
         local = tempfile.TemporaryDirectory(prefix="profile-")
         settings = dict(create_perfetto_trace=True, profiler_options=options)
         if attempt(lambda: jax.profiler.start_trace(local.name, **settings), FAILED):

@@ -212,9 +212,8 @@ class Scope:
     """A computation that is being walked through, such as the body of a loop."""
 
     times: int  # how often it runs in a step
-    in_flight: dict = dataclasses.field(
-        default_factory=dict
-    )  # {name: [[(axes, kind), seconds left]]}, oldest first
+    # {name: [[(axes, kind), seconds left]]}, oldest first
+    in_flight: dict = dataclasses.field(default_factory=dict)
     spare: float = 0.0  # seconds of computation in one run that hide nothing in it
 
 

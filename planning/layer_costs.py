@@ -170,9 +170,8 @@ def tokens_sent(layer, n):
             ("reduce-scatter", gates, 1),
         )
     else:
-        slots = (
-            layer.rows * s.width
-        )  # bytes of a number for each slot of the buckets, such as its gate
+        # bytes of a number for each slot of the buckets, such as its gate
+        slots = layer.rows * s.width
         into_again = again and not layer.keeps_experts
         rows = (
             ("all-to-all", slots * m.model_dimension, 4 + into_again),

@@ -126,8 +126,7 @@ def expert_axes(n_experts, mesh):
     """(axes along which devices hold different experts, axes along which they hold the same one)."""
     stage = {axis: mesh[axis] for axis in collectives.EXPERT_AXES}
     n = math.prod(stage.values())
-    devices = np.arange(n).reshape(
-        -1, max(1, n // n_experts)
-    )  # a row of devices holds the same expert
+    # a row of devices holds the same expert
+    devices = np.arange(n).reshape(-1, max(1, n // n_experts))
     apart = devices[:, :1].T
     return hlo.axes_of(apart, stage), hlo.axes_of(devices[:1], stage)

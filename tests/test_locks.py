@@ -36,9 +36,8 @@ def main():
             time.sleep(0.1)
 interrupts.run(main)
 """
-BOX = (
-    "unshare --pid --fork --kill-child --mount-proc --uts sh -c".split()
-)  # a container's numbers and name
+# a container's numbers and name
+BOX = "unshare --pid --fork --kill-child --mount-proc --uts sh -c".split()
 
 
 def alone(folder):

@@ -32,7 +32,7 @@ def hyperparameters(cfg, mesh):
     A compiled step takes them as inputs and not as constants, for two reasons. First, runs that differ only in them, as
     in a sweep over learning rates, share one compiled program: the second run finds it in the cache. Second, XLA would
     simplify programs with different constants in different ways, which round differently. As they are inputs, a run
-    that is resumed with a new rate equals, to the bit, a run that was planned this way from the start.
+    that is resumed with another schedule, such as a longer one, equals to the bit a run that had it from the start.
     """
     replicated = NamedSharding(mesh, P())
     found = {}

@@ -29,9 +29,8 @@ KINDS = dict(
     storage=storage.case,
     locks=locks.case,
 )
-COUNTS = dict(
-    kills=10, damage=40, lines=40, meshes=2, storage=3, locks=200
-)  # cases, without --count
+# cases, without --count
+COUNTS = dict(kills=10, damage=40, lines=40, meshes=2, storage=3, locks=200)
 WORKERS = dict(storage=6)  # cases at once, which mostly wait; else one on each core
 
 
