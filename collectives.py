@@ -135,8 +135,8 @@ def _whole(w, p):
 def _own_expert(w, p):
     """This device's expert, where several devices share one; see `expert_groups`.
 
-    Where the stored weight is split along D, it takes two steps. E = 2 experts on 4 devices, which store slices 0 to 3 of
-    both along D:
+    Where the stored weight is split along D, it takes two steps. E = 2 experts on 4 devices, which store slices 0 to 3
+    of both along D:
 
         device          0           1           2           3
         stores          A0 B0       A1 B1       A2 B2       A3 B3

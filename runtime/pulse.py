@@ -48,9 +48,8 @@ class Pulse:
         self.bar.bar_format = "{desc}  |{bar:20}| {remaining} left"
         self.bar.reset(total)
         self.bar.n = done
-        self.bar.initial = (
-            done  # so that the time left is estimated from the steps of this process alone
-        )
+        # so that the time left is estimated from the steps of this process alone
+        self.bar.initial = done
 
     def words(self):
         """What the program is doing now, in words."""
