@@ -38,7 +38,8 @@ def group_begins(counts):
 
 
 def at_even_load(n):
-    """Scope that tells planning/hlo.py how often a loop runs, or which branch is taken, where the load is even."""
+    """Scope that tells planning/hlo.py how often a loop runs, or which branch is taken, where the load is even. It is
+    here and not in planning/ since the compiled program has to carry it."""
     return jax.named_scope(f"at_even_load_{n}")
 
 

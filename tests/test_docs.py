@@ -17,6 +17,7 @@ import shlex
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import test_plain
@@ -314,6 +315,15 @@ def test_imports_go_one_way_and_in_no_circle():
         for other in others:
             assert position(arrow, other) <= position(arrow, module), (module, other)
     assert sum("/" not in path for path in paths) <= 7
+
+
+def test_no_test_file_imports_another():
+    """What they share is in files beside them. This file alone reads others: pages say how many cases those have."""
+    paths = files_of_repository("tests/test_*.py", "tests/conftest.py")
+    tests = {Path(path).stem for path in paths}
+    for path in files_of_repository("tests/*.py"):
+        if path != "tests/test_docs.py":
+            assert not imported(tree_of(path), tests), path
 
 
 def test_functions_have_under_50_lines():
