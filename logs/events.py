@@ -33,9 +33,8 @@ class EventFile:
         self.folder = folder
         self.outbox = outbox
         if any(name.startswith(BEGINNING) for name in names_in(folder)):
-            rows = rows[
-                -1:
-            ]  # an earlier file holds them all; `restart` needs the step of the newest one
+            # An earlier file holds them all; `restart` needs the step of the newest one.
+            rows = rows[-1:]
         self.start_file()
         self.restart(rows)
 

@@ -56,7 +56,7 @@ class Profile:
         self.wait()
         self.is_started = True
         options = jax.profiler.ProfileOptions()
-        # recording every call of a Python function would slow the host
+        # Recording every call of a Python function would slow the host.
         options.python_tracer_level = 0
         local = tempfile.TemporaryDirectory(prefix="profile-")
         settings = dict(create_perfetto_trace=True, profiler_options=options)

@@ -54,9 +54,8 @@ def contents(folder):
     """[(STEP, bytes)] of metrics.jsonl, with STEP 0, and of the parts in a run directory, in order. Raises UserError
     where one cannot be read."""
     first = read_file(os.path.join(folder, NAME)) or b""
-    for _ in range(
-        3
-    ):  # a part may be gone: a run in progress removes parts when it has joined them
+    # A part may be gone: a run in progress removes parts when it has joined them.
+    for _ in range(3):
         parts = parts_in(folder)
         read = read_files([os.path.join(folder, PARTS, name) for *_, name in parts])
         if None not in read:

@@ -16,7 +16,7 @@ from runtime.outbox import Outbox, attempt
 from utils import flatten
 
 UNWRITTEN = "the run's log could not be written"
-# calls that may wait for TensorBoard and wandb, each of which may take seconds
+# Calls that may wait for TensorBoard and wandb, each of which may take seconds.
 MOST_BEHIND = 20_000
 LAST = 120  # most seconds that the end of a run waits for a bucket
 ROWS_FIRST = 30  # most seconds that a checkpoint waits for the rows before it

@@ -34,7 +34,7 @@ class Chip(NamedTuple):
 
     name: str  # its name in --plan
     jax_names: tuple[str, ...]  # its names as `device_kind` of jax
-    # FLOP/s of dense products in bfloat16, or in float16 where the chip has no bfloat16
+    # FLOP/s of dense products in bfloat16, or in float16 where the chip has no bfloat16.
     peak: float
     memory: float  # bytes that a program may use
     bandwidth: float  # bytes/s of that memory
@@ -43,9 +43,9 @@ class Chip(NamedTuple):
     clock: float = 0.0  # Hz of the cycles that the TPU compiler counts; 0: a GPU
     dims: int = 2  # number of dims of a TPU slice's topology
     cores: int = 1  # jax devices on a TPU chip
-    # FLOP/s in float32, for chips on which XLA multiplies in nothing else; 0: in bfloat16
+    # FLOP/s in float32, for chips on which XLA multiplies in nothing else; 0: in bfloat16.
     float32: float = 0.0
-    # whether its compiler computes operands inside products, which saves memory traffic
+    # Whether its compiler computes operands inside products, which saves memory traffic.
     fuses: bool = False
 
     @property

@@ -84,7 +84,7 @@ class Waiting:
         self.calls = {}  # {call: [path, when it started, the error of its last try in words]}
         self.lock = threading.Lock()
         self.thread = None
-        self.said = -math.inf  # when the last line was printed
+        self.printed = -math.inf  # when the last line was printed
         self.pause = PAUSE
 
     @contextlib.contextmanager
@@ -93,9 +93,8 @@ class Waiting:
         call = object()
         with self.lock:
             self.calls[call] = [path, time.monotonic(), ""]
-            if (
-                not self.thread or not self.thread.is_alive()
-            ):  # a fork has copied this object without its thread
+            # A fork copies this object without its thread.
+            if not self.thread or not self.thread.is_alive():
                 self.thread = threading.Thread(target=self._watch, name="waiting", daemon=True)
                 self.thread.start()
         try:
@@ -125,9 +124,9 @@ class Waiting:
 
     def _report(self, call, words):
         """Print a line about a call, unless another line was printed less than `pause` seconds ago."""
-        if time.monotonic() - self.said < self.pause:
+        if time.monotonic() - self.printed < self.pause:
             return
-        self.said = time.monotonic()
+        self.printed = time.monotonic()
         path, _, error = self.calls[call]
         others = f" and {len(self.calls) - 1} more" if len(self.calls) > 1 else ""
         warn(f"{path}{others}{error}: {words}")
@@ -277,9 +276,8 @@ def locked(path, flags=0):
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | flags)
-        except (
-            OSError
-        ):  # raised also by a file system without locks, where the caller continues without one
+        except OSError:
+            # Raised also by a file system without locks, where the caller continues without one.
             if flags:
                 raise
         yield

@@ -133,9 +133,8 @@ class LocalFolder:
         part = part_of(self.path)
         try:
             os.makedirs(part)
-            with locked(
-                part
-            ):  # otherwise another process would take it for a dead one's, and remove it
+            # Otherwise another process would take it for a dead one's, and remove it.
+            with locked(part):
                 with open(os.path.join(part, name), "xb") as f:
                     f.write(json.dumps(self.holder).encode())
                 self._clear(found)

@@ -68,9 +68,8 @@ class Outbox:
             failed = False
             with self.changed:
                 self.busy = None
-                if (
-                    self.waiting.get(path, self) is content
-                ):  # otherwise newer content was put meanwhile
+                # Only if no newer content was put meanwhile.
+                if self.waiting.get(path, self) is content:
                     del self.waiting[path]
                 self.changed.notify_all()
 

@@ -132,9 +132,8 @@ def leave(status):
     watched.set()
     try:
         jax.distributed.shutdown()
-    except (
-        RuntimeError
-    ):  # everything is saved, so the process may end; jax would end it in a stack trace
+    except RuntimeError:
+        # Everything is saved, so the process may end; jax would end it in a stack trace.
         flush_output()
         interrupts.end(status, "")
 

@@ -48,7 +48,7 @@ class Pulse:
         self.bar.bar_format = "{desc}  |{bar:20}| {remaining} left"
         self.bar.reset(total)
         self.bar.n = done
-        # so that the time left is estimated from the steps of this process alone
+        # So that the time left is estimated from the steps of this process alone.
         self.bar.initial = done
 
     def words(self):

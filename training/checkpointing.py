@@ -132,9 +132,8 @@ class Checkpoints:
         """Make `writer`, and the folder, from which incomplete saves are removed."""
         self.barriers = SaveBarriers() if jax.process_count() > 1 else None
         if jax.process_index() == 0:
-            with contextlib.suppress(
-                Exception
-            ):  # whatever the storage raises; the first save tries again
+            # Whatever the storage raises is suppressed: the first save tries again.
+            with contextlib.suppress(Exception):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._remove_all(self._incomplete())
         self.writer = make_writer(self.folder, self.barriers, self._before_commit)
@@ -170,9 +169,8 @@ class Checkpoints:
         error = None
         try:
             self.writer.save(self.folder / str(step), args=args)
-        except (
-            Exception
-        ) as e:  # an error of the storage: the copy from the devices to memory cannot fail
+        except Exception as e:
+            # An error of the storage: the copy from the devices to memory cannot fail.
             error = e
         self.saved = step
         self.started = time.monotonic()
@@ -190,9 +188,8 @@ class Checkpoints:
             self.on_disk = step
             self.losses[step] = val_loss
             if jax.process_index() == 0:
-                with contextlib.suppress(
-                    Exception
-                ):  # whatever the storage raises; the next save tries again
+                # Whatever the storage raises is suppressed: the next save tries again.
+                with contextlib.suppress(Exception):
                     self._remove_old_ones()
         except Exception as e:  # whatever the storage makes the libraries raise
             if self.barriers:
@@ -237,9 +234,8 @@ class Checkpoints:
     def _clean_up(self, step, is_unreadable):
         """Remove what a failed save of `step` left, so that a full disk has room for the next one. A complete
         checkpoint is removed only if it is unreadable. If the storage did not answer, it may be sound."""
-        with contextlib.suppress(
-            Exception
-        ):  # whatever the storage raises; the next save tries again
+        # Whatever the storage raises is suppressed: the next save tries again.
+        with contextlib.suppress(Exception):
             if is_unreadable:
                 self._remove_all([str(step)])
             for _ in range(0 if is_remote(str(self.folder)) else 10):
@@ -262,9 +258,8 @@ class Checkpoints:
             self.written.result()
             if not all_of(self.on_disk == self.saved):
                 self.losses.pop(self.saved, None)
-                if (
-                    self.on_disk == self.saved
-                ):  # it succeeded on this process and failed on another one
+                # True if it succeeded on this process and failed on another one.
+                if self.on_disk == self.saved:
                     self.on_disk = None
                 self.saved = None
         self.written = None
