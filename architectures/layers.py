@@ -25,7 +25,7 @@ from collectives import (
     sum_over,
 )
 from kernels import attention as kernels
-from kernels import xla_cpu
+from kernels import products, xla_cpu
 
 # Places in a model behind which channels are dropped; each draws differently.
 AFTER_ATTENTION, AFTER_FEED_FORWARD, AFTER_EMBEDDING = range(3)
@@ -95,7 +95,7 @@ rows_of.defvjp(_rows_of_forward, _rows_of_backward)
 
 def einsum(spec, x, w, kept_by="dots"):
     """`jnp.einsum(spec, x, w)` of activations x and a weight w; the --remat `kept_by`, if any, keeps the result."""
-    y = xla_cpu.einsum(spec, x, w) if platform() == "cpu" else jnp.einsum(spec, x, w)
+    y = products.einsum(spec, x, w)
     return checkpoint_name(y, kept_by) if kept_by else y
 
 

@@ -1,51 +1,27 @@
-"""What XLA needs help with on CPUs: plain operations, written so that CPUs compute them faster. Layers call these on
-CPUs alone."""
+"""What XLA needs help with on CPUs: plain operations, written so that CPUs compute them faster. Other platforms compute
+the plain operation."""
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def einsum(spec, x, w):
-    """`jnp.einsum(spec, x, w)` of activations x and a weight w.
+def weight_gradient(w_dims, x_dims, x, g_dims, g):
+    """The gradient of a weight with dims `w_dims`: the product of the activations x and the gradient g of the result.
 
-    A CPU copies the first operand of a product. So the weight's gradient is a product whose first operand is the
-    smaller of x and the result's gradient, laid out as `einsum_laid_out` does.
+    A CPU copies the first operand of a product, so the smaller one comes first. The product has its dims in the order
+    of a plain matrix product, which needs no transpose: those of both operands, of the first, of the second.
     """
-    return jnp.einsum(spec, x, w)
-
-
-def _einsum_forward(spec, x, w):
-    return einsum(spec, x, w), (x, w)
-
-
-def _einsum_backward(spec, operands, g):
-    x, w = operands
-    x_dims, w_dims, g_dims = spec.replace("->", ",").split(",")
-    first, second = (x_dims, x), (g_dims, g)
     if g.size < x.size:
-        first, second = second, first
-    dw = weight_gradient(w_dims, *first, *second)
-    dx = jnp.einsum(f"{g_dims},{w_dims}->{x_dims}", g, w)
-    return dx, dw
-
-
-def weight_gradient(w_dims, a_dims, a, b_dims, b):
-    """The product of a and b with dims `w_dims`. It is computed with its dims as a plain matrix product has them: those
-    of both operands, then those of a, then those of b."""
-    shared = [dim for dim in w_dims if dim in a_dims and dim in b_dims]
-    rows = [dim for dim in w_dims if dim in a_dims and dim not in b_dims]
-    columns = [dim for dim in w_dims if dim not in a_dims]
+        x_dims, x, g_dims, g = g_dims, g, x_dims, x
+    shared = [dim for dim in w_dims if dim in x_dims and dim in g_dims]
+    rows = [dim for dim in w_dims if dim in x_dims and dim not in g_dims]
+    columns = [dim for dim in w_dims if dim not in x_dims]
     ordered = "".join(shared + rows + columns)
-    dw = einsum_laid_out(f"{a_dims},{b_dims}->{ordered}", a, b)
+    dw = einsum_laid_out(f"{x_dims},{g_dims}->{ordered}", x, g)
     return jnp.einsum(f"{ordered}->{w_dims}", dw)
-
-
-einsum.defvjp(_einsum_forward, _einsum_backward)
 
 
 def einsum_laid_out(spec, a, b, dtype=None):
