@@ -1,4 +1,5 @@
-"""Which flags would make a step faster, or make it fit: the same global batch, tried by the formulas."""
+"""Find flags that make a step faster, or make it fit in memory, with the same global batch. The formulas compare
+them."""
 
 import itertools
 import math
@@ -12,9 +13,9 @@ from planning import machines
 from planning.plan import MARGIN, SEARCHED, make_plan
 from runtime.messages import UserError, size
 
-WORTH = 0.02  # share of a step that a flag must save to be named
-CHANGES = 3  # of flags, at most, that are tried to make a step fit
-# {flag of a few words that changes how a step is computed, not what: its values}
+WORTH = 0.02  # smallest share of a step that a flag must save to be recommended
+CHANGES = 3  # most changes of flags that are made, one after the other, until a step fits
+# {flag with a fixed set of values that changes how a step is computed, but not its result: the values}
 WAYS = {
     flag: typing.get_args(utils.FIELDS[flag].type)
     for flag in ("remat", "fsdp", "sequence_parallel")
@@ -22,29 +23,31 @@ WAYS = {
 
 
 def with_flags(cfg, n, **flags):
-    """`cfg` with other flags and the same global batch, validated for n devices; None where they do not go together."""
-    rounds = dict(pp_interleave=0) if "n_device_axis" in flags else {}  # as many as the mesh allows
+    """`cfg` with other flags and the same global batch, validated for n devices; None where these flags do not fit
+    together."""
+    # 0: as many as the mesh allows
+    rounds = dict(pp_interleave=0) if "n_device_axis" in flags else {}
     new = utils.replace(cfg, **rounds | flags)
     parts = new.run.n_device_axis[0] * new.run.accumulation_steps
     train = cfg.data.global_batch_size // parts
     if train * parts != cfg.data.global_batch_size:
         return None
     try:
-        # validation is no part of the step: it takes any batch that fits
+        # validation is not planned: 0 gives it any batch that fits
         return settle.validate(utils.replace(new, train_batch_size=train, val_batch_size=0), n)
     except UserError:
         return None
 
 
 def meshes(cfg, n):
-    """The shapes (dp, pp, tp) of n devices that the model can be spread over."""
+    """Yield the mesh shapes (dp, pp, tp) of n devices that can divide the model."""
     for pp in divisors(math.gcd(cfg.model.blocks, n)):
         for tp in divisors(n // pp):
             yield n // pp // tp, pp, tp
 
 
 def variants(cfg, n):
-    """Every configuration that --search considers, of the same global batch."""
+    """All configurations that --search considers. They have the same global batch."""
     total = cfg.data.global_batch_size // cfg.run.accumulation_steps
     found = []
     for dp, pp, tp in meshes(cfg, n):
@@ -53,27 +56,29 @@ def variants(cfg, n):
             microbatches=divisors(max(1, total // dp)),
             pp_interleave=divisors(cfg.model.blocks // pp) if pp > 1 else [1],
         )
-        if tp == 1:  # no sequences to be split
+        if tp == 1:  # no sequence is split, so the flag has no effect
             values["sequence_parallel"] = [cfg.model.sequence_parallel]
         for row in itertools.product(*values.values()):
             found.append(with_flags(cfg, n, **dict(zip(values, row))))
     return list(filter(None, found))
 
 
-def changed(old, new):
-    """The flags that make `new` of `old`, as on a command line. Whoever gives train_batch_size must give the
-    accumulation steps too, or they are 1."""
+def changed_flags(old, new):
+    """The flags in which `new` differs from `old`, as on a command line.
+
+    With train_batch_size it names the accumulation steps too, since they would be 1 by default.
+    """
     before = utils.flatten(old)
     now = utils.flatten(new)
     flags = [flag for flag in SEARCHED if now[flag] != before[flag]]
     if "train_batch_size" in flags and now["accumulation_steps"] > 1:
         flags = [*dict.fromkeys([*flags, "accumulation_steps"])]
     words = [f"--{flag} {now[flag]}" for flag in flags]
-    return re.sub("[(),]", "", " ".join(words))  # of a mesh
+    return re.sub("[(),]", "", " ".join(words))  # a mesh without the signs of a tuple
 
 
 def neighbors(cfg, n):
-    """The configurations that one change makes of `cfg`, of a flag or of the mesh, validated for n devices."""
+    """The configurations that differ from `cfg` in one flag or in the mesh, validated for n devices."""
     batch = cfg.data.train_batch_size
     values = WAYS | dict(
         pp_interleave=divisors(cfg.model.blocks // cfg.run.n_device_axis[1]),
@@ -86,8 +91,10 @@ def neighbors(cfg, n):
 
 
 def advise(plan):
-    """One sentence: the single change that saves most time, or what would make the step fit, by the formulas."""
-    cfg, machine = plan.cfg, plan.machine
+    """One sentence of advice: the single change that saves most time or, where the step does not fit, what would make
+    it fit. The formulas compare."""
+    cfg = plan.cfg
+    machine = plan.machine
     spare = plan.memory_limit - plan.memory.total
     if spare < 0:
         lacks = f"it needs {size(-spare)} more than a chip's {size(plan.memory_limit)}"
@@ -99,20 +106,25 @@ def advise(plan):
         other = make_plan(new, machine)
         saves = 1 - other.step / now.step
         if saves > saved and other.memory.total - now.memory.total <= spare:
-            best, saved = new, saves
+            best = new
+            saved = saves
     if best == cfg:
         return f"no single flag helps by more than {WORTH:.0%}, by the formulas"
-    return f"{changed(cfg, best)} would help most: by {saved:.0%} of the step, by the formulas"
+    return (
+        f"{changed_flags(cfg, best)} would help most: by {saved:.0%} of the step, by the formulas"
+    )
 
 
-def smaller(plan):
-    """(Config, bytes that it needs) of the same global batch that fits by the formulas with some room left, or None.
+def find_smaller(plan):
+    """Find a Config that fits in memory: (Config, bytes that it needs), or None.
 
-    One change after the other is made to the Config of `plan`, the one that saves most memory, until one suffices: then
-    the fastest of these. Where the formulas say too little of `plan`, they say too little of others, by the same
-    factor.
+    It has the same global batch, and fits by the formulas with some room left. Of all single changes to the Config of
+    `plan`, the fastest that fits is chosen. Where none fits, the one that saves most memory is made, and further
+    changes are tried from there. Where `plan` needs more memory than the formulas say, others are taken to need more
+    too, by the same factor.
     """
-    machine, limit = plan.machine, plan.memory_limit
+    machine = plan.machine
+    limit = plan.memory_limit
     lacks = max(0, limit - plan.memory.total)
     by_formulas = make_plan(plan.cfg, machine).memory
     off = max(1, (plan.memory.working + lacks) / by_formulas.working)
@@ -132,22 +144,24 @@ def smaller(plan):
 
 
 def what_would_fit(plan):
-    """Words: the flags that would make the step of a `Plan` fit, or that there are none."""
-    found = smaller(plan)
+    """The flags that would make the step of a `Plan` fit, in words; or that there are none."""
+    found = find_smaller(plan)
     if not found:
-        return "no flags would make it fit, by the formulas; take more devices or a smaller model"
+        return "no flags would make it fit, by the formulas; use more devices or a smaller model"
     new, used = found
-    return f"{changed(plan.cfg, new)} would make it fit, by the formulas: {size(used)}"
+    return f"{changed_flags(plan.cfg, new)} would make it fit, by the formulas: {size(used)}"
 
 
-def in_parts(memory):
-    """Words: what a device holds, of a `Memory`."""
+def memory_in_words(memory):
+    """What a device holds, from a `Memory`, in words."""
     return ", ".join(f"{part} {size(n_bytes)}" for part, n_bytes in memory._asdict().items())
 
 
 def explain_out_of_memory(cfg, machine, message):
-    """One sentence for jax's error of memory: what a device holds in a step, and which flags would make it fit."""
+    """One sentence for an error of jax that memory ran out: what a device holds in a step, and which flags would make
+    it fit."""
     plan = make_plan(cfg, machine, refused=machines.too_large(message))
-    limit, used = size(plan.memory_limit), size(plan.memory.total)
-    needs = f"a device has {limit} and a step needs {used} of it ({in_parts(plan.memory)})"
+    limit = size(plan.memory_limit)
+    used = size(plan.memory.total)
+    needs = f"a device has {limit} and a step needs {used} of it ({memory_in_words(plan.memory)})"
     return f"out of memory: {needs}; {what_would_fit(plan)}."

@@ -1,4 +1,4 @@
-"""`main.py ... --plan v4:2x4x4`: what a run would cost on a machine, printed and written as JSON."""
+"""`main.py ... --plan v4:2x4x4`: print what a run would cost on a machine, and write it as JSON."""
 
 import functools
 
@@ -7,7 +7,7 @@ from config import settle
 from config.flags import Found
 from inference import weights
 from planning import machines
-from planning.advice import WAYS, advise, changed, in_parts, variants
+from planning.advice import WAYS, advise, changed_flags, memory_in_words, variants
 from planning.machines import TooLarge, parse_machine
 from planning.plan import as_json, make_plan, memory_share
 from runtime.files import check_writable, write_file, write_json
@@ -16,7 +16,7 @@ from runtime.messages import UserError, say, size
 from runtime.pulse import Pulse
 from training.sizes import count_in_words, tokens_in_words
 
-COMPILED = 4  # configurations that --search compiles
+COMPILED = 4  # number of the best configurations that --search compiles
 
 
 def main(flags):
@@ -29,7 +29,8 @@ def main(flags):
     configure_jax(cfg)
     compiler = not asked.by_formulas and machines.has_compiler(machine)
     if compiler:
-        machines.devices_of(machine)  # a slice that does not exist is refused before the search
+        # before the search, so that a slice that does not exist is refused at once
+        machines.devices_of(machine)
     with Pulse(f"planning for {machine.name}"):
         if asked.search:
             found = search(cfg, machine, compiler)
@@ -45,7 +46,7 @@ def main(flags):
         print(f"{machine.compiler} is not installed ({install}): these are the formulas' numbers")
     if asked.search:
         print("\n".join(table(found)))
-        print(f"the fastest: {changed(cfg, plan.cfg) or 'the flags as given'}")
+        print(f"the fastest: {changed_flags(cfg, plan.cfg) or 'the flags as given'}")
     print("\n".join(report(plan)), flush=True)
     advice = advise(plan)
     print(f"next         {advice}", flush=True)
@@ -60,7 +61,7 @@ def main(flags):
 
 
 def planned_config(flags, machine):
-    """The configuration that is planned for. Raises UserError."""
+    """The configuration to plan, validated for the machine. Raises UserError."""
     run = flags.cfg.run
     if run.n_devices not in (0, machine.n):
         raise UserError(
@@ -68,7 +69,7 @@ def planned_config(flags, machine):
         )
     check_writable(flags.cfg.plan.plan_json, "plan_json")
     of_weights = weights.open_weights(run.init_from)[0] if run.init_from else {}
-    # no cache: what was compiled for devices that are not there cannot be read back
+    # no cache: programs compiled for devices that do not exist here cannot be read from it
     flags = flags.with_given(n_devices=0, compilation_cache="")
     found = Found(
         machine.n,
@@ -78,12 +79,12 @@ def planned_config(flags, machine):
     )
     cfg = settle.settle(flags, found)
     if cfg.model.document_mask:
-        cfg = utils.replace(cfg, end_of_text=0)  # any token will do
+        cfg = utils.replace(cfg, end_of_text=0)  # the plan does not depend on which token it is
     return cfg
 
 
 def compiled_plan(cfg, machine):
-    """The `Plan` from the compiler, also of a step that does not fit."""
+    """The `Plan` by the compiler, also of a step that does not fit."""
     try:
         return make_plan(cfg, machine, machines.ask_compiler(cfg, machine))
     except TooLarge as e:
@@ -91,7 +92,8 @@ def compiled_plan(cfg, machine):
 
 
 def search(cfg, machine, compiler):
-    """The `Plan` of the best configuration of every mesh, the fastest first; a `compiler` checks the best of them."""
+    """The `Plan`s of the best configuration of every mesh, the fastest first. compiler: whether to compile the best
+    ones."""
     best = {}
     tried = variants(cfg, machine.n)
     for new in tried:
@@ -117,12 +119,12 @@ def search(cfg, machine, compiler):
 
 
 def rank(plan):
-    """What --search sorts by: what fits by its time, what does not by its memory."""
+    """The key by which --search sorts: plans that fit come first, by their time, then the others, by their memory."""
     return not plan.fits, plan.step if plan.fits else plan.memory.total
 
 
 def table(found):
-    """The plans of `search` as lines."""
+    """The plans of `search` as a table, a list of lines."""
     row = "{:>4} {:>3} {:>3} {:>6} {:>6} {:>6} {:>6} {:>9} {:>8} {:>6} {:>6}  {:<9} {}"
     headings = "dp pp tp rounds micro remat fsdp sequences step MFU GiB by".split()
     lines = [row.format(*headings, "").rstrip()]
@@ -142,14 +144,16 @@ def table(found):
 
 def report(plan):
     """A `Plan` in words, as a list of lines."""
-    cfg, machine, seconds = plan.cfg, plan.machine, plan.seconds
+    cfg = plan.cfg
+    machine = plan.machine
+    seconds = plan.seconds
     parts = [name for name, t in seconds.items() if t >= 5e-4]
     lines = [
         f"{cfg.run.preset} on {machine.name}: {machine.n} x {machine.chip.jax_name}, mesh (dp, pp, tp) = "
         f"{cfg.run.n_device_axis}",
         f"batch        {tokens_in_words(cfg)}",
         f"parameters   {count_in_words(cfg)}",
-        f"memory       {in_parts(plan.memory)}",
+        f"memory       {memory_in_words(plan.memory)}",
         f"             {size(plan.memory.total)} of a chip's {size(plan.memory_limit)}",
         f"operations   {plan.flops / 1e12:.2f} TFLOP of matrix products per chip, "
         f"{plan.flops / plan.model_flops:.2f} x the model's own",
@@ -168,7 +172,8 @@ def report(plan):
 
 
 def overlap_lines(plan, parts):
-    """Lines: the step as its compiler scheduled it. parts: those of `plan.seconds` that are long enough to print."""
+    """A list of lines about the step as its compiler scheduled it. parts: those of `plan.seconds` that are long enough
+    to print."""
     exposed = plan.overlap.exposed
     waits = [f"{x} {exposed[x]:.3f} of {plan.seconds[x]:.3f}" for x in parts if x in exposed]
     waited = ", ".join(waits) or "nothing"
@@ -181,7 +186,7 @@ def overlap_lines(plan, parts):
 
 
 def collectives_table(collectives):
-    """Lines: the `Collective`s that take a thousandth of their sum or more, the slowest first."""
+    """A list of lines: the `Collective`s that take more than a thousandth of the seconds of all, the slowest first."""
     lines = []
     total = sum(one.seconds for one in collectives)
     for one in sorted(collectives, key=lambda one: -one.seconds):

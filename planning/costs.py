@@ -1,10 +1,11 @@
-"""What a training step costs, by formulas: parameters, floating-point operations, memory, bytes over each mesh axis.
+"""Formulas for the costs of a training step: parameters, operations, memory, and bytes over each mesh axis.
 
-`--plan --by_formulas` answers by them in a second and without a compiler. --search ranks thousands of configurations by
-them, a run divides its batch by the memory that they tell, and an error of memory names the flags that would fit.
+They have four uses. `--plan --by_formulas` answers in a second, without a compiler. --search ranks thousands of
+configurations. A run divides its batch by the memory that they predict. An error that memory ran out names the flags
+that would fit.
 
-Everything is of one device and one optimizer step unless it says otherwise. Letters are those of model.py. The formulas
-count matrix products and collectives as model.py writes them, whatever a compiler makes of them. All else (norms,
+Everything is for one device and one optimizer step unless it says otherwise. Letters are those of model.py. The
+formulas count matrix products and collectives as model.py writes them, not as a compiler changes them. All else (norms,
 routing by index, biases) costs memory traffic, taken as a multiple of the activations (`planning/fitted.py`).
 """
 
@@ -32,16 +33,16 @@ from training.train_state import abstract_params, map_opt_state
 
 
 class Estimate(NamedTuple):
-    """What one device does in a step."""
+    """The costs of a step on one device."""
 
     mesh: dict  # {axis: size}
     flops: float  # of matrix products
     sent: dict  # {(axes, kind of collective): (bytes, times, seconds)}
-    seconds: dict  # {part: seconds}, links not among them
+    seconds: dict  # {part: seconds}, without those of links
     bubble: float  # share of the pipeline's ticks in which a stage idles
     # bytes
     weights: float
-    optimizer: float  # what it keeps
+    optimizer: float  # its state
     batch: float  # tokens and targets
     activations: float  # kept from the forward pass for the backward pass
     workspace: float  # all else at the moment of peak memory
@@ -72,7 +73,7 @@ def estimate(cfg, machine):
 
 
 def seconds_of(work, chip):
-    """{part: seconds} of a `Work`, links not among them."""
+    """{part: seconds} of a `Work`, without those of links."""
     flops = work.flops + (attention_slowdown(chip) - 1) * work.attention
     products = flops / chip.speed + work.product_traffic / chip.memory_speed
     others = work.other_traffic / chip.memory_speed
@@ -80,10 +81,12 @@ def seconds_of(work, chip):
     return {"matrix products": products, "memory": others + launches}
 
 
-@functools.cache  # --search asks thousands of times
+@functools.cache  # --search calls it thousands of times
 def optimizer_bytes(m, o):
-    """Bytes that the optimizer of `o`, a utils.Optimizer, keeps for each number of a parameter, in a tree like the
-    parameters of `m`, a utils.Model: 8 for AdamW's two moments. Scalars are left out."""
+    """Bytes of optimizer state for each number of a parameter, such as 8 for AdamW's two moments. Scalars are left out.
+
+    m: a utils.Model. o: a utils.Optimizer. Returns a tree like the parameters.
+    """
     cfg = utils.Config(model=m, optimizer=o, run=utils.Run(n_device_axis=(1, 1, 1)))
     mesh = AbstractMesh(cfg.run.n_device_axis, collectives.AXES)
     params = abstract_params(cfg, mesh)
@@ -99,11 +102,11 @@ def optimizer_bytes(m, o):
 
 
 class Weights(NamedTuple):
-    """What a device's parameters cost."""
+    """The costs of a device's parameters."""
 
-    work: Work  # what stores weights, gathers them, uses them and sums their gradients
-    stored: float  # bytes
-    optimizer: float  # bytes that it keeps
+    work: Work  # to gather weights, use them in products and sum their gradients
+    stored: float  # bytes of parameters
+    optimizer: float  # bytes of its state
     gathered: float  # numbers of gathered weights, of all layers of a device
     largest: float  # numbers of gathered weights of the largest layer
     kept: float  # bytes of weights that are kept for the backward pass
@@ -112,16 +115,15 @@ class Weights(NamedTuple):
 def weights_of(step):
     """The `Weights` of a `Step`.
 
-    ZeRO-3 (arXiv:1910.02054, section 5.3): with --fsdp full weights are gathered for every layer's forward pass, and
-    again where the backward pass recomputes it. Otherwise they are gathered once a step or, by the TPU compiler, once a
-    batch; that one sums the gradients of copies outside the loop of gradient accumulation.
+    ZeRO-3 (arXiv:1910.02054, section 5.3): with --fsdp full, weights are gathered for every layer's forward pass, and
+    again where the backward pass recomputes it. Otherwise they are gathered once a step. The TPU compiler gathers them
+    once a batch instead, and sums the gradients of copies outside the loop of gradient accumulation.
     """
     cfg, m = step.cfg, step.cfg.model
     rounds = cfg.run.pp_interleave
-    stacks = architecture(m.architecture).stacks
-    gathers, sums = 1, step.batches
+    gathers, sums = 1, step.batches  # of weights and of the gradients of their copies, in a step
     if step.machine.platform == "tpu":
-        gathers, sums = step.batches, 1
+        gathers, sums = sums, gathers
     kept_by_optimizer = optimizer_bytes(m, cfg.optimizer)
     stored = optimizer = used = 0
     gathered = defaultdict(int)
@@ -129,11 +131,11 @@ def weights_of(step):
     for name, table in model.param_table(cfg).items():
         in_layer = name in step.layers
         layers, times = step.layers.get(name, (1, 1))
-        if name in stacks:
+        if name in architecture(m.architecture).stacks:
             layers *= rounds
             times /= rounds
-        gradients = step.batches * times  # times that a layer gets one
-        # times that it is gathered and that its gradients are scattered, layers each time
+        gradients = step.batches * times  # how often a layer gets a gradient
+        # how often weights are gathered, how often their gradients are scattered, and how many layers each time
         use = gathers, step.batches, 1
         if step.gathers_by_layer and in_layer:
             use = gradients * (1 if m.remat == "none" else 2), gradients, layers
@@ -150,7 +152,8 @@ def weights_of(step):
                 gathered[name] += whole
                 used += whole * gradients
     kept = 0
-    if step.machine.platform == "gpu" and m.remat == "none":  # kept each time that a layer runs
+    # gathered weights are kept of each run of a layer
+    if step.machine.platform == "gpu" and m.remat == "none":
         kept = step.width * used / step.batches
     largest = max(n / step.layers[name][0] for name, n in gathered.items())
     work = Work(
@@ -162,19 +165,23 @@ def weights_of(step):
 
 
 def gather(step, p, own, in_layer, forward, backward, count):
-    """(numbers of a parameter when gathered, [`Transfer`]): of the collectives that gather it `forward` times, `own`
-    numbers of which a device stores, and those that reduce and scatter its gradient in float32."""
+    """(numbers of a parameter when it is gathered, [`Transfer`]).
+
+    The transfers gather it `forward` times, and `backward` times reduce and scatter its gradient in float32. own:
+    numbers of it that a device stores. count: collectives each time.
+    """
     if not p.gather_dim:
         return own, []
     width = step.width if p.cast else 4
     whole = own
     found = []
 
-    def both_ways(kind, back, axes, n=0):
-        found.extend(transfers(step, kind, axes, whole * width, forward, count, n))
+    def both_ways(collective, back, axes, n=0):
+        found.extend(transfers(step, collective, axes, whole * width, forward, count, n))
         found.extend(transfers(step, back, axes, whole * 4, backward, count, n))
 
-    if p.expert:  # slices of all experts are exchanged for slices of one, and these gathered
+    # slices of all experts are exchanged for slices of one expert, and these are gathered
+    if p.expert:
         E = step.cfg.model.n_experts
         apart, together = expert_axes(E, step.mesh)
         both_ways("all-to-all", "all-to-all", apart, E)
@@ -190,10 +197,10 @@ def gather(step, p, own, in_layer, forward, backward, count):
 
 
 class Layers(NamedTuple):
-    """What the layers of a device cost."""
+    """The costs of a device's layers."""
 
     work: Work
-    kept: float  # bytes that the forward passes of a batch leave for the backward passes
+    kept: float  # bytes that the forward passes of a batch keep for the backward passes
     widest: float  # bytes of the largest layer's intermediates in its backward pass
 
 
@@ -204,7 +211,8 @@ def layers_of(step):
     copies = fit.layer_copies_kept if remat == "none" else fit.layer_copies
     channel = step.own_tokens * step.width  # bytes of a channel of a microbatch
     works = []
-    all_kept, widest = 0, 0
+    all_kept = 0
+    widest = 0
     for kind, (layers, times) in step.layers.items():
         layer = layer_costs.layer_of(step, kind)
         n = step.batches * layers * times
@@ -229,15 +237,15 @@ def layers_of(step):
 
 
 def head_work(step):
-    """The loss over the vocabulary."""
+    """The `Work` of the logits and the loss."""
     m = step.cfg.model
     logits = step.batches * step.own * step.own_tokens * m.padded_vocab
-    flops = 6 * logits * m.model_dimension  # and their two gradients
+    flops = 6 * logits * m.model_dimension  # 2 for the product, 4 for its two gradients
     return Work(flops=flops, other_traffic=step.fit.logits * logits)
 
 
 def muon_work(step):
-    """What Muon does to a step's updates; `muon.make_buckets` says which device owns what."""
+    """The `Work` of Muon on the updates of a step. `muon.make_buckets` decides which device owns which matrices."""
     width = step.width
     works = []
     matrices = muon.matrices_of(muon.hidden_params(step.cfg), step.mesh)
@@ -263,14 +271,15 @@ def muon_work(step):
 
 
 def pipeline_work(step):
-    """What goes from stage to stage: activations, their gradients back, inputs and outputs shared out."""
+    """The `Work` of the pipeline's transfers: activations from stage to stage, their gradients back, and the inputs and
+    outputs that all stages share."""
     m, n = step.cfg.model, step.batches
     tick = step.own_tokens * m.model_dimension * step.width
     everything = step.cfg.data.microbatches * tick
     found = transfers(step, "collective-permute", "pp", tick, n * 2 * step.ticks)
     found += transfers(step, "all-gather", "pp", everything, n)
     found += transfers(step, "all-to-all", "pp", everything, n * 3)
-    # the ids, for the rows of the tokens before
+    # token ids, of which an embedding with a lookback needs those before
     if architecture(m.architecture).lookback(m):
         ids = step.own * step.own_tokens * step.mesh["tp"]
         found += transfers(step, "all-gather", "tp", 4 * ids, n)
@@ -278,26 +287,28 @@ def pipeline_work(step):
 
 
 def workspace(step, weights, layers):
-    """Bytes at the moment of peak memory beside what is stored and what is kept for the backward pass.
+    """Bytes at the moment of peak memory, in addition to what is stored and what is kept for the backward pass.
 
-    The moment is one of three: while there are logits, in a layer's backward pass, or when the two gradients of the
-    embedding are added.
+    The peak is the largest of three moments: while logits exist, in a layer's backward pass, and when the two gradients
+    of the embedding are added.
     """
-    m, fit, width = step.cfg.model, step.fit, step.width
+    m = step.cfg.model
+    fit = step.fit
+    width = step.width
     embedding = m.padded_vocab * m.model_dimension
     in_dtype = width * embedding
     in_use = width * weights.gathered
     gradients = 4 * weights.gathered
-    # gradients summed up so far
+    # the gradients summed so far
     accumulated = gradients if step.fsdp == "none" else weights.stored
-    if step.gathers_by_layer:  # its weights, the next one's, its gradient
+    if step.gathers_by_layer:  # a layer's weights, those of the next, and its gradient
         in_use = 2 * width * weights.largest
         gradients = 4 * weights.largest + weights.stored
-    # a copy of what is kept of one microbatch, where several are kept
+    # a copy of what one microbatch keeps, where several keep it
     one_microbatch = layers.kept / step.ticks if step.ticks > 1 else 0
     tokens = step.own * step.own_tokens
     chunk = loss.LOSS_CHUNK[step.machine.platform]
-    logits = min(tokens, chunk) * m.padded_vocab  # at once
+    logits = min(tokens, chunk) * m.padded_vocab  # that exist at once
 
     at_logits = in_use + in_dtype + 4 * fit.logit_copies * logits
     if tokens > chunk:

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 
 class Fitted(NamedTuple):
+    """The constants for one compiler, factors in the formulas."""
+
     # Memory traffic: bytes read and written
     intermediates: float  # per byte of a layer's intermediates, for all that is no matrix product
     weights: float  # per weight of a layer, each time that it gets a gradient
@@ -41,7 +43,7 @@ TPU = Fitted(
     expert_copies=1.4,
     channels_kept=1.6,
     expert_channels_kept=2.5,
-    scores_kept=0.0,  # no kernel keeps them
+    scores_kept=0.0,  # no TPU kernel keeps scores
     embedded_copies=0.0,
 )
 

@@ -1,4 +1,4 @@
-"""GPUs that exist for XLA's compiler alone: jax's CUDA plugin compiles for them without a GPU and without a driver."""
+"""Descriptions of GPUs for XLA's compiler: jax's CUDA plugin compiles for them without a GPU and without a driver."""
 
 import importlib.util
 import shutil
@@ -11,17 +11,20 @@ from runtime.chips import CHIPS
 
 
 class Spec(NamedTuple):
-    """What the compiler must know of GPUs beside their `Chip`: of V100, A100, H100, H200 and B200 as openxla/xla has it
-    in xla/backends/gpu/target_config/specs; of others as NVIDIA's white papers and CUDA programming guide have it."""
+    """What the compiler needs to know about a GPU in addition to its `Chip`.
 
-    capability: str  # of CUDA
+    The numbers of V100, A100, H100, H200 and B200 are those of openxla/xla, xla/backends/gpu/target_config/specs;
+    others are from NVIDIA's white papers and the CUDA programming guide.
+    """
+
+    capability: str  # compute capability of CUDA
     cores: int  # streaming multiprocessors
-    lanes: int  # of each, for float32
-    threads: int  # of each
-    shared: int  # bytes of shared memory of each
-    of_block: int  # bytes of these that a block may have
+    lanes: int  # float32 lanes of each multiprocessor
+    threads: int  # most threads of each multiprocessor
+    shared: int  # bytes of shared memory of each multiprocessor
+    of_block: int  # bytes of it that a block may use
     clock: float  # GHz
-    cache: int  # bytes, level 2
+    cache: int  # bytes of the level 2 cache
 
 
 A100 = Spec("8.0", 108, 64, 2048, 167_936, 166_912, 1.41, 41_943_040)
@@ -41,7 +44,7 @@ SPECS = {
     "B200": Spec("10.0", 148, 128, 2048, 233_472, 232_448, 1.965, 132_644_864),
 }
 
-# A GpuTargetConfigProto of XLA: what all kinds have in common, and the fields of a `Spec` and of its `Chip`.
+# A GpuTargetConfigProto of XLA: constants that all these GPUs share, and the fields of a `Spec` and of its `Chip`.
 TARGET = """
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: {spec.threads}
@@ -60,7 +63,7 @@ device_description_str: "{chip.jax_name}"
 
 
 def has_compiler():
-    """Whether the compiler is installed: jax's plugin, and NVIDIA's assembler in a package or of the machine."""
+    """Whether the compiler is installed: jax's plugin, and NVIDIA's assembler in a package or on the machine."""
     if not any(map(importlib.util.find_spec, platforms.PLUGINS["gpu"])):
         return False
     packages = ("cuda_nvcc", "cu13") if importlib.util.find_spec("nvidia") else ()
@@ -68,13 +71,14 @@ def has_compiler():
     return packaged or shutil.which("ptxas") is not None
 
 
-def devices(kind, hosts, per_host):
-    """`per_host` devices of a kind of `SPECS` on each of the hosts."""
-    chip, spec = CHIPS[kind], SPECS[kind]
+def devices(name, hosts, per_host):
+    """Devices for the compiler: `per_host` GPUs, named as in `SPECS`, on each of several hosts."""
+    chip = CHIPS[name]
+    spec = SPECS[name]
     major, minor = spec.capability.split(".")
-    # instructions of one generation alone, such as Hopper's products of whole warp groups
+    # instructions that only one generation has, such as Hopper's matrix products of warp groups
     extension = "feature_extension: ACCELERATED_FEATURES" if int(major) >= 9 else ""
     target = TARGET.format(chip=chip, spec=spec, major=major, minor=minor, extension=extension)
     topology = f"1x{hosts}x{per_host}"  # partitions, hosts, devices of each
-    about = dict(topology=topology, target_config=target)
-    return topologies.get_topology_desc(platform="cuda", **about).devices
+    options = dict(topology=topology, target_config=target)
+    return topologies.get_topology_desc(platform="cuda", **options).devices

@@ -1,6 +1,7 @@
-"""What an optimized HLO text says of one step: operations, bytes of collectives, and what runs in which order.
+"""Analyze the optimized HLO text of a step: operations, bytes of collectives, and how these overlap.
 
-XLA's cost_analysis() counts the body of a loop once; here everything is multiplied by the trip counts around it.
+XLA's cost_analysis() counts the body of a loop once. Here everything is multiplied by the trip counts of the loops
+around it.
 """
 
 import dataclasses
@@ -20,15 +21,18 @@ OP = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)")
 CALLED = re.compile(r"(?:calls|to_apply|body|condition|called_computations)=\{?%?([\w.\-]+)")
 SHAPE = re.compile(r"\b(pred|bf16|[suf](?:8|16|32|64))\[([0-9,]*)\]")
 CHAIN = re.compile(r'chain_id="(\d+)"')
-# Operations that are not in a schedule themselves, since what they run is; that move nothing; that name all or a part
-# of an array anew; that read a part of their first operand.
+# Operations that are not counted themselves: what they run, or transfer, is.
 CONTAINERS = ("while", "call", "conditional", *COLLECTIVES)
+# Operations that move no bytes.
 UNMOVED = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "iota")
+# Operations whose result is another view of an array, or of a part of one.
 VIEWS = ("bitcast", "reshape", "get-tuple-element")
+# Operations that read only a part of their first operand.
 SLICES = ("slice", "dynamic-slice", "gather")
-KERNELS = ("tpu_custom_call", "xla.gpu.triton", "triton_kernel_call", "mosaic_gpu")  # targets
+# targets of custom calls
+KERNELS = ("tpu_custom_call", "xla.gpu.triton", "triton_kernel_call", "mosaic_gpu")
 CONTRACTED = re.compile(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)[\]}]')
-# The ways in which XLA writes the devices that take part in a collective.
+# The four ways in which XLA writes which devices take part in a collective.
 PAIRS = re.compile(r"source_target_pairs=\{(.*?)\}\}")
 LISTED = re.compile(r"replica_groups=\{\{([\d,]+)\}")
 IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
@@ -38,9 +42,11 @@ NAMED = re.compile(
 
 
 class Op(NamedTuple):
+    """An HLO operation."""
+
     name: str
     type: str  # of its result
-    kind: str
+    kind: str  # HLO's opcode, such as "fusion"
     rest: str  # operands and attributes
     inputs: list = []  # the `Op`s that are its operands
 
@@ -65,7 +71,7 @@ def size(text):
 
 
 def computations(text):
-    """{name: [Op]}, the program's own under "ENTRY". An operation comes after its operands."""
+    """{name of a computation: [Op]}. That of the whole program is "ENTRY". An operation comes after its operands."""
     found = {}
     ops = None
     known = {}
@@ -84,11 +90,11 @@ def computations(text):
 
 
 def device_groups(op, n):
-    """The groups of devices, numbers [group, member], in which a collective runs among n devices."""
+    """The groups of devices in which a collective runs among n devices: their numbers, [group, member]."""
     if pairs := PAIRS.search(op.rest):
         return np.array(numbers(pairs[1])).reshape(-1, 2)
     if listed := LISTED.search(op.rest):
-        return np.array([numbers(listed[1])])  # the first group tells the axes
+        return np.array([numbers(listed[1])])  # the first group is enough to know the axes
     if iota := IOTA.search(op.rest):
         shape, dims, order = iota.groups()
         return arrange(numbers(dims), order).reshape(numbers(shape))
@@ -104,13 +110,14 @@ def device_groups(op, n):
 
 
 def arrange(dims, order):
-    """Devices 0, 1, .. in an array of `dims`, transposed to `order`, the text of dims, if there is one."""
+    """Devices 0, 1, ... in an array of `dims`, transposed to `order`, a text of dims, unless that is empty."""
     ids = np.arange(math.prod(dims)).reshape(dims)
     return ids.transpose(numbers(order)) if order else ids
 
 
 def group_axes(op, mesh):
-    """(axes, devices that take part) of a collective on a {axis: size} mesh, whose devices XLA numbers row by row."""
+    """(axes, number of devices that take part) of a collective. mesh: {axis: size}; XLA numbers its devices row by
+    row."""
     groups = device_groups(op, math.prod(mesh.values()))
     return axes_of(groups, mesh), groups.shape[1]
 
@@ -123,19 +130,20 @@ def axes_of(groups, mesh):
 
 
 def sent_bytes(op, n):
-    """Bytes that one of `n` devices sends in a collective, by rings and direct exchanges (arXiv:1909.09756)."""
+    """Bytes that one of n devices sends in a collective, in rings and direct exchanges (arXiv:1909.09756)."""
     shares = {"all-gather": n - 1, "all-reduce": 2 * (n - 1) / n, "collective-permute": 1}
     own = sum(size(array.type) for array in op.inputs)
     return own * shares.get(op.kind.removesuffix("-start"), (n - 1) / n)
 
 
 def slow_axis(mesh, slices):
-    """The axis of a {axis: size} mesh along which TPU slices lie, as training/device_mesh.py: device_grid lays them."""
+    """The axis of a {axis: size} mesh along which TPU slices lie, the same as in training/device_mesh.py:
+    device_grid."""
     return "pp" if mesh["dp"] % slices else "dp"
 
 
 def matmul_flops(op):
-    """2 x the multiplications of a dot, a convolution or a call of cuBLAS."""
+    """Operations of a dot, a convolution or a call of cuBLAS: 2 for each multiplication."""
     arrays = [shapes(array.type)[0][1] for array in (op, *op.inputs[:2])]
     if op.kind == "convolution":
         return convolution_flops(op, *arrays)
@@ -145,7 +153,7 @@ def matmul_flops(op):
 
 
 def convolution_flops(op, out, lhs, rhs):
-    """2 x the multiplications of a convolution, as the TPU compiler writes batched products, but for its padding."""
+    """Operations of a convolution, as which the TPU compiler writes batched products. Padding does not count."""
     left, right, result = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", op.rest).groups()
     lhs = dict(zip(left, lhs))
     rhs = dict(zip(right, rhs))
@@ -175,13 +183,15 @@ def is_product(op):
 
 
 def is_kernel(op):
-    """Whether an operation is a Pallas kernel, of which the program does not tell what it computes."""
+    """Whether an operation is a Pallas kernel, whose computation the HLO does not show."""
     return op.kind == "custom-call" and any(target in op.rest for target in KERNELS)
 
 
 def moved_bytes(ops, given):
-    """Bytes that the operations of a fusion read of its operands, `given`, and write. Of an array that they take or
-    replace a slice of, only the slice moves."""
+    """Bytes that a fusion reads and writes. ops: its operations. given: its operands.
+
+    Where it reads, or replaces, only a slice of an array, only the slice counts.
+    """
     read = defaultdict(int)  # {name of an operand: bytes}
     for op in ops:
         for at, view in enumerate(op.inputs):
@@ -201,7 +211,7 @@ def moved_bytes(ops, given):
 
 
 def viewed(op):
-    """The array that an operation names anew, in whole or in part; the operation itself where it does not."""
+    """The array of which an operation is a view; the operation itself where it is none."""
     while op.kind in VIEWS:
         op = op.inputs[0]
     return op
@@ -209,47 +219,55 @@ def viewed(op):
 
 @dataclasses.dataclass
 class Scope:
-    """A computation that is being walked through, such as the body of a loop."""
+    """The state while a computation is walked through, such as the body of a loop."""
 
     times: int  # how often it runs in a step
-    # {name: [[(axes, kind), seconds left]]}, oldest first
+    # {name of a transfer: [[(axes, collective), seconds left]]}, the oldest first
     in_flight: dict = dataclasses.field(default_factory=dict)
-    spare: float = 0.0  # seconds of computation in one run that hide nothing in it
+    spare: float = 0.0  # seconds of computation in one run that hide no transfer in it
 
 
 class Timeline:
-    """What one device does in a step whose optimized HLO is `text`, and how long it computes and waits.
+    """What one device does in a step, and how long it computes and waits. text: the optimized HLO of the step.
 
-    mesh: {axis: size} of all `slices`; what travels between these is of kind "across slices". A subclass has
-    in_kernel(words, arrays), operations of a custom kernel, of the words that name it and (dtype, dims) of its
-    operands; compute_seconds(flops, cycles, moved, is_kernel), where cycles are the TPU compiler's estimate and `moved`
-    the bytes that an operation of a GPU reads and writes; and link_seconds(axes, kind, n_bytes, n) of a transfer.
+    mesh: {axis: size} of all `slices`. A transfer between slices counts as the collective "across slices". A subclass
+    defines
+        in_kernel(words, arrays)    Operations of a custom kernel. words: hold its name; arrays: [(dtype, dims)] of its
+                                    operands.
+        compute_seconds(flops, cycles, moved, is_kernel)    Seconds of an operation. cycles: the TPU compiler's
+        estimate;
+                                    moved: bytes that it reads and writes, on a GPU.
+        link_seconds(axes, collective, n_bytes, n)    Seconds of a transfer.
 
     Computation between the start of a transfer and the wait for it hides that transfer. Each second of computation
-    hides one transfer alone, the one that started first. The rest is exposed.
+    hides only one transfer, the one that started first. The rest of a transfer is exposed.
     """
 
     def __init__(self, text, mesh, slices):
         self.comps = computations(text)
         self.slices = slices
         self.across = slow_axis(mesh, slices)
-        # each slice numbers its own devices
+        # of one slice, since each numbers its own devices
         self.mesh = mesh | {self.across: mesh[self.across] // slices}
         self.has_cycles = "estimated_cycles" in text  # of the TPU compiler
         self.flops = 0.0  # of matrix products
-        # {(axes, kind): [bytes, times, seconds]}; axes such as ("dp", "tp")
+        # {(axes, collective): [bytes, times, seconds]}; axes such as ("dp", "tp")
         self.collectives = defaultdict(lambda: [0, 0, 0.0])
         self.products = 0.0  # seconds of operations with matrix products
-        self.others = 0.0  # and of all others
-        self.exposed = defaultdict(float)  # {(axes, kind): seconds that the device waits}
+        self.others = 0.0  # seconds of all other operations
+        self.exposed = defaultdict(float)  # {(axes, collective): seconds that the device waits}
         self.scope = Scope(1)
         self.run("ENTRY", 1)
 
     def run(self, name, times):
-        """Add a computation that runs `times` times. Returns the seconds of one run that hide nothing in it: they can
-        hide what is in flight outside it."""
+        """Add a computation that runs `times` times in a step.
+
+        Returns the seconds of computation in one run that hide no transfer in it. They can hide transfers that were
+        started outside.
+        """
         outer = self.scope
-        inner = self.scope = Scope(times)
+        inner = Scope(times)
+        self.scope = inner
         self.visit(name)
         for transfer in list(inner.in_flight):
             self.wait(transfer)
@@ -257,14 +275,15 @@ class Timeline:
         return inner.spare
 
     def visit(self, name, fused=None):
-        """Add a computation; returns the operations of its matrix products.
+        """Add the operations of a computation. Returns the operations of its matrix products.
 
-        Inside a fusion, `fused` is the set of collectives that fusions before it have parts of: one that runs beside
-        several fusions is part of each. Operations outside fusions are in the order in which a device starts them.
+        Outside fusions, HLO operations are in the order in which a device starts them. fused: None outside a fusion; in
+        one, the set of collectives that were seen in earlier fusions. A collective that runs during several fusions is
+        part of each of them, and counts once.
         """
         ops = self.comps.get(name, [])
         flops = 0
-        beside = set()
+        seen = set()  # collectives in fusions
         last = {} if fused is not None else self.last_parts(ops)
         for op in ops:
             kind = op.kind.removesuffix("-start")
@@ -282,7 +301,7 @@ class Timeline:
                 body = re.search(r"body=%?([\w.\-]+)", op.rest)[1]
                 self.hide(n * self.run(body, n * self.scope.times))
             elif kind == "fusion":
-                own = sum(self.visit(callee, beside) for callee in CALLED.findall(op.rest))
+                own = sum(self.visit(callee, seen) for callee in CALLED.findall(op.rest))
             elif kind == "call":
                 for callee in CALLED.findall(op.rest):
                     self.visit(callee)
@@ -302,7 +321,7 @@ class Timeline:
         return flops
 
     def last_parts(self, ops):
-        """{chain of a collective: the fusion beside which it ends} among scheduled operations."""
+        """{chain of a collective: the last fusion that has a part of it} among scheduled operations."""
         last = {}
         for op in ops:
             if op.kind == "fusion":
@@ -313,8 +332,12 @@ class Timeline:
         return last
 
     def trip_count(self, loop):
-        """How often a while loop runs its body: as XLA found it; as the scope around it expects, where that depends on
-        the data (kernels/grouped.py: at_even_load); else the constant that its condition compares with."""
+        """How often a while loop runs its body.
+
+        It is XLA's own count, where XLA knows it. Where the count depends on the data, it is that of an even load,
+        named by the scope around the loop (kernels/grouped.py: at_even_load). Else it is the constant in the loop's
+        condition.
+        """
         for words in (r"known_trip_count\W+n\W+(\d+)", r"at_even_load_(\d+)/while"):
             if known := re.search(words, loop.rest):
                 return int(known[1])
@@ -324,7 +347,8 @@ class Timeline:
                 trips.append(numbers(op.rest)[0])
         return max(trips)
 
-    def start_collective(self, op, kind, fused):
+    def start_collective(self, op, collective, fused):
+        """Start the transfer of a collective, unless `fused` shows that it was started already."""
         axes, n = group_axes(op, self.mesh)
         found = CHAIN.search(op.rest)
         chain = found[1] if found else ""
@@ -333,35 +357,35 @@ class Timeline:
                 return
             fused.add(chain)
         waited = op.kind.endswith("-start") and '"is_sync":true' not in op.rest
-        self.start(axes, kind, sent_bytes(op, n), n, op.name if waited else chain)
+        self.start(axes, collective, sent_bytes(op, n), n, op.name if waited else chain)
 
     def start_send(self, op):
-        """Add what a "send" to the host takes to other slices."""
+        """Start the transfer of a "send" to the host, which takes an array to other slices."""
         share = self.slices - 1
         if "ALL_TO_ALL" in op.rest:
             share /= self.slices
-        n_bytes = size(op.type) * share  # beside the array: its place in the host, a number
+        # of the array; the type also has a number, its place in the host
+        n_bytes = size(op.type) * share
         self.start((self.across,), ACROSS, n_bytes, self.slices, op.name)
 
-    def start(self, axes, kind, n_bytes, n, name):
-        """Start a transfer of n_bytes by each of n devices. name: by which a `wait` knows it; "": it is waited for at
-        once."""
-        seconds = self.link_seconds(axes, kind, n_bytes, n)
-        entry = self.collectives[axes, kind]
+    def start(self, axes, collective, n_bytes, n, name):
+        """Start a transfer of n_bytes by each of n devices. name: the name for `wait`; "": the device waits at once."""
+        seconds = self.link_seconds(axes, collective, n_bytes, n)
+        entry = self.collectives[axes, collective]
         entry[0] += n_bytes * self.scope.times
         entry[1] += self.scope.times
         entry[2] += seconds * self.scope.times
-        self.scope.in_flight.setdefault(name, []).append([(axes, kind), seconds])
+        self.scope.in_flight.setdefault(name, []).append([(axes, collective), seconds])
         if not name:
             self.wait(name)
 
     def wait(self, name):
-        """Expose what is left of the transfers of a name."""
+        """Wait for the transfers of a name: what computation has not hidden of them is exposed."""
         for key, left in self.scope.in_flight.pop(name, ()):
             self.exposed[key] += left * self.scope.times
 
     def hide(self, seconds):
-        """Let `seconds` of computation hide what is in flight, the oldest transfer first."""
+        """Let `seconds` of computation hide transfers in flight, the oldest first."""
         for transfer in itertools.chain(*self.scope.in_flight.values()):
             hidden = min(seconds, transfer[1])
             transfer[1] -= hidden
@@ -369,10 +393,11 @@ class Timeline:
         self.scope.spare += seconds
 
     def compute(self, op, flops):
-        """Add the time that an operation takes, as far as the program tells of it."""
-        cycles, moved = 0, 0
+        """Add the seconds and the `flops` of an operation."""
+        cycles = 0
+        moved = 0
         if self.has_cycles:
-            # 19 digits, 2^63 - 1, where it has no estimate
+            # at most 18 digits: where the compiler has no estimate it writes 2^63 - 1, which has 19
             if estimated := re.search(r'"estimated_cycles":"(\d{1,18})"', op.rest):
                 cycles = int(estimated[1])
         elif op.kind in ("fusion", "fusion-start"):

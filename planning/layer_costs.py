@@ -1,4 +1,4 @@
-"""What one layer costs a device: the passes of one microbatch, forward and backward."""
+"""The costs of one layer on a device, for the forward and backward passes of one microbatch."""
 
 from typing import NamedTuple
 
@@ -10,31 +10,33 @@ from planning.step import Step, expert_axes, transfers
 
 
 class Layer(NamedTuple):
-    """A layer of one kind, with what --remat and the kernels make of it. Channels are per token."""
+    """A kind of layer, and how --remat and the kernels compute it. Channels are per token."""
 
     step: Step
     cost: LayerCost
     recomputes: bool  # whether the backward pass computes the forward pass again
     in_tiles: bool  # whether experts are computed in tiles, not in buckets
-    keeps_experts: bool  # whether the inputs of routed experts are kept, not sent again
+    keeps_experts: bool  # whether the inputs of routed experts are kept, rather than sent again
     keeps_attention: bool  # whether the attention kernel's output is kept
-    keeps_scores: bool  # whether the attention kernel keeps scores, not computing them anew
+    keeps_scores: bool  # whether the attention kernel keeps scores, rather than recomputes them
     forward_scores: float  # operations of attention's products in the forward pass
-    all_scores: float  # and in all passes
-    rows: int  # that routed experts multiply, empty ones included, where the load is even
-    expert_devices: int  # devices that share out all experts
-    products: float  # channels of products, as --remat dots keeps them
-    computed: float  # channels of all intermediates but those of routed experts
-    in_experts: float  # channels of those
+    all_scores: float  # the same in all passes
+    rows: int  # rows that routed experts multiply, with empty ones, where the load is even
+    expert_devices: int  # devices over which all experts are distributed
+    products: float  # channels of the results of products, which --remat dots keeps
+    computed: float  # channels of all intermediates except those of routed experts
+    in_experts: float  # channels of the intermediates of routed experts
 
     @property
     def megatron(self):
+        """Whether --sequence_parallel is megatron."""
         return self.step.cfg.model.sequence_parallel == "megatron"
 
 
 def layer_of(step, kind):
-    """The `Layer` of a kind of layers."""
-    cfg, m = step.cfg, step.cfg.model
+    """The `Layer` of a kind of layers in a `Step`."""
+    cfg = step.cfg
+    m = cfg.model
     arch = architecture(m.architecture)
     cost = arch.layer_cost(m, kind)
     recomputes = m.remat != "none"
@@ -46,7 +48,7 @@ def layer_of(step, kind):
         pairs * (keys * cost.query_channels + values * cost.value_channels)
         for keys, values in kernel.products.values()
     ]
-    # the gradients of two products take twice their operations; with more, the kernel computes scores anew
+    # the gradients of two products take twice their operations; a kernel that needs more recomputes scores
     keeps_scores = sum(backward) <= 2 * forward
     may_keep = model.keeps_attention(cfg, step.machine.platform)
     keeps_attention = may_keep and recomputes and not keeps_scores
@@ -75,7 +77,8 @@ def layer_of(step, kind):
 
 
 def expert_rows(step, in_tiles):
-    """(rows that a device's routed experts multiply where the load is even, devices that share out all experts)."""
+    """(rows that a device's routed experts multiply where the load is even, devices over which all experts are
+    distributed)."""
     m = step.cfg.model
     E = m.n_experts
     tokens = int(step.own_tokens)
@@ -91,16 +94,16 @@ def channels(step, cost):
     m, tp = step.cfg.model, step.mesh["tp"]
     D = m.model_dimension
     megatron = m.sequence_parallel == "megatron"
-    added = D * (tp if megatron else 1)  # to the residual
+    added = D * (tp if megatron else 1)  # channels that are added to the residual
     products = cost.products + cost.branches * cost.ffn_width + added
-    # beside products: the feed-forward's, norms and residuals, what is gathered, attention's output
+    # further intermediates: activations of the feed-forward, norms and residuals, gathered arrays, attention's output
     gathered = cost.gathered + D * (megatron and cost.ffn_width > 0)
     others = cost.ffn_width + added + 4 * D + gathered * tp + m.n_head * cost.value_channels
     return products, products + others
 
 
 def flops(layer):
-    """Operations of matrix products, recomputed ones among them. A product [a, b] x [b, c] takes 2abc."""
+    """Operations of matrix products, including recomputed ones. A product [a, b] x [b, c] takes 2abc."""
     s, cost = layer.step, layer.cost
     m = s.cfg.model
     out = 2 * s.own_tokens * m.model_dimension * cost.ffn_width
@@ -129,7 +132,7 @@ def sent_by(layer, n):
     s, cost, again = layer.step, layer.cost, layer.recomputes
     m = s.cfg.model
     channel = s.tokens * s.width  # bytes
-    # of the residual: megatron gathers it for attention and the feed-forward, and sums what these add to it
+    # bytes of the residual: megatron gathers it for attention and the feed-forward, and sums what these add to it
     attention_out = channel * m.model_dimension * layer.megatron
     feed_forward = attention_out * (cost.ffn_width > 0)
     gathered = channel * cost.gathered + feed_forward
@@ -138,7 +141,7 @@ def sent_by(layer, n):
         exchanged = 0
     choices = 4 * s.B * m.n_experts if layer.rows else 0  # of each sequence, for the balance
     found = []
-    for kind, whole, times in (
+    for collective, whole, times in (
         ("all-gather", gathered, 1 + again),
         ("all-gather", attention_out + feed_forward, 1),
         ("reduce-scatter", gathered, 1),
@@ -148,14 +151,14 @@ def sent_by(layer, n):
         ("all-reduce", choices, 1 + again),
         ("all-reduce", 4 * s.tokens * cost.summed, 2 + again),
     ):
-        found += transfers(s, kind, "tp", whole, n * times)
+        found += transfers(s, collective, "tp", whole, n * times)
     if layer.rows:
         found += tokens_sent(layer, n)
     return found
 
 
 def tokens_sent(layer, n):
-    """[`Transfer`] of what takes tokens to their experts and back (arXiv:2006.16668, section 3.2)."""
+    """[`Transfer`] of the collectives that take tokens to their experts and back (arXiv:2006.16668, section 3.2)."""
     s, again = layer.step, layer.recomputes
     m = s.cfg.model
     if layer.in_tiles:
@@ -165,12 +168,12 @@ def tokens_sent(layer, n):
         gates = choices * s.width
         rows = (
             ("all-gather", residual, 2 + again),
-            ("all-gather", gates + 4 * choices, 1 + again),  # and the experts' numbers
+            ("all-gather", gates + 4 * choices, 1 + again),  # with the numbers of the experts
             ("reduce-scatter", residual, 2),
             ("reduce-scatter", gates, 1),
         )
     else:
-        # bytes of a number for each slot of the buckets, such as its gate
+        # bytes of one number for each slot of the buckets, such as its gate
         slots = layer.rows * s.width
         into_again = again and not layer.keeps_experts
         rows = (
@@ -179,20 +182,20 @@ def tokens_sent(layer, n):
         )
     apart, _ = expert_axes(m.n_experts, s.mesh)
     found = []
-    for kind, whole, times in rows:
-        found += transfers(s, kind, apart, whole, n * times, 1, layer.expert_devices)
+    for collective, whole, times in rows:
+        found += transfers(s, collective, apart, whole, n * times, 1, layer.expert_devices)
     return found
 
 
 def attention_kept(layer):
-    """Channels that are kept of the attention kernel: its output, and a sum in float32 for each head."""
+    """Channels that the attention kernel keeps for the backward pass: its output, and a float32 sum for each head."""
     if not layer.keeps_attention:
         return 0
     return layer.step.cfg.model.n_head * (layer.cost.value_channels + 4 / layer.step.width)
 
 
 def kept(layer):
-    """Channels that are kept for the backward pass, without `attention_kept`."""
+    """Channels that a layer keeps for the backward pass, except for those of `attention_kept`."""
     s, fit = layer.step, layer.step.fit
     m = s.cfg.model
     if m.remat == "dots":

@@ -1,4 +1,4 @@
-"""The machines that --plan names, and what their compilers make of a train step without a device."""
+"""The machines that --plan names, and their compilers, which compile a train step without a device."""
 
 import importlib.util
 import math
@@ -25,22 +25,21 @@ from training.optimizer import make_optimizer
 from training.train_state import abstract_state
 from training.train_step import lower_train_step
 
-LIBTPU_NAMES = {"v7x": "tpu7x"}  # of chips that libtpu calls otherwise
-# {platform: how its compiler is installed}
+LIBTPU_NAMES = {"v7x": "tpu7x"}  # chips for which libtpu has another name
+# {platform: command that installs its compiler}
 INSTALL = {"tpu": 'pip install "jax[tpu]"', "gpu": "bash setup_tpu.sh plan-gpu"}
 
-
-GPU_SHARE = 0.75  # of a GPU's memory, which jax allocates for its programs
+GPU_SHARE = 0.75  # share of a GPU's memory that jax allocates for programs
 
 
 class Machine(NamedTuple):
-    """What a plan is for."""
+    """The machine that a plan is for."""
 
     name: str
     chip: Chip
     n: int  # devices
     groups: int = 1  # TPU slices, or hosts of GPUs, which only a network joins
-    topology: str = ""  # as the TPU compiler calls a slice
+    topology: str = ""  # name of a slice for the TPU compiler
     platform: str = "tpu"
 
     @property
@@ -50,16 +49,18 @@ class Machine(NamedTuple):
 
     @property
     def slices(self):
+        """Number of TPU slices; 1 for other platforms."""
         return self.groups if self.platform == "tpu" else 1
 
     def as_a_run_has_it(self):
-        """This machine with the memory that jax gives to programs. `memory` of a `Chip` is all that it has."""
+        """This machine with the memory that jax gives to programs, where `Chip.memory` is all of it."""
         share = GPU_SHARE if self.chip.gpu else 1
         return self._replace(chip=self.chip._replace(memory=share * self.chip.memory))
 
     @property
     def kernels(self):
-        """The platform whose attention kernels and experts run, as attention.platform_of says of its devices."""
+        """The platform by which attention kernels and experts are chosen, as `attention.platform_of` returns it for
+        devices."""
         chip = self.chip
         device = types.SimpleNamespace(platform=self.platform, device_kind=chip.jax_name)
         device.compute_capability = gpus.SPECS[chip.name].capability if chip.gpu else ""
@@ -67,7 +68,7 @@ class Machine(NamedTuple):
 
 
 def parse_machine(name):
-    """--plan's value -> `Machine`. Raises UserError where it is none."""
+    """The `Machine` that a value of --plan names. Raises UserError where it names none."""
     groups, chip, dims = chips.parse_machine(name) or (0, None, ())
     n = math.prod(dims) * groups * (chip.cores if chip else 0)
     if n > MANY:
@@ -90,7 +91,7 @@ def parse_machine(name):
 
 
 def machine_of(devices, memory=None):
-    """The `Machine` of devices that jax has found. memory: bytes of one; None: those that a program may use now."""
+    """The `Machine` of jax's devices. memory: bytes of one device; None: those that a program may use now."""
     processes = len({device.process_index for device in devices})
     slices = count_slices(devices)
     first = devices[0]
@@ -99,15 +100,16 @@ def machine_of(devices, memory=None):
     return machine._replace(chip=machine.chip._replace(memory=memory))
 
 
-def machine_of_kind(kind, platform, n, processes, slices):
-    """The `Machine` of n devices of a kind, as jax calls it. Speeds of a kind that is not known are those of another,
-    which will do to compare configurations."""
-    chip = chip_of(kind) or CHIPS["A100" if platform == "gpu" else "v4"]
-    return Machine(kind, chip, n, processes if chip.gpu else slices, platform=platform)
+def machine_of_kind(device_kind, platform, n, processes, slices):
+    """The `Machine` of n devices of jax's device_kind. For an unknown one the speeds are those of another chip, which
+    is good enough to compare configurations."""
+    chip = chip_of(device_kind) or CHIPS["A100" if platform == "gpu" else "v4"]
+    return Machine(device_kind, chip, n, processes if chip.gpu else slices, platform=platform)
 
 
 def memory_limit():
-    """Bytes that a program may use on a device here, None: not known. Simulated devices share the machine's."""
+    """Bytes that a program may use on a device here; None: unknown. Simulated devices share the memory of the
+    machine."""
     device = jax.local_devices()[0]
     if device.platform != "cpu":
         return (device.memory_stats() or {}).get("bytes_limit")
@@ -116,14 +118,15 @@ def memory_limit():
 
 
 def devices_of(machine):
-    """The devices of a machine, for its compiler alone. Raises UserError where there is no such slice."""
+    """Devices of a machine for its compiler, which cannot run programs. Raises UserError where there is no such
+    slice."""
     if machine.platform == "gpu":
         return gpus.devices(machine.chip.name, machine.groups, machine.n // machine.groups)
     columns, rows, *layers = hlo.numbers(machine.topology.split(":")[1])
-    host = [min(2, columns), min(2, rows), 1]  # chips of a host along each dim
+    host = [min(2, columns), min(2, rows), 1]  # chips of one host along each dim
     options = dict(chips_per_host_bounds=host, num_slices=machine.groups)
     if layers and machine.chip.cores == 1:
-        # a chip's two cores are one device, as on Cloud TPU
+        # the two cores of a chip are one device, as on Cloud TPU
         options["chip_config_name"] = "megacore"
     try:
         return topologies.get_topology_desc(machine.topology, "tpu", **options).devices
@@ -140,7 +143,7 @@ def has_compiler(machine):
 
 
 class Compiled(NamedTuple):
-    """What the compiler says of a program on one device."""
+    """A compiled program, on one device."""
 
     text: str  # its optimized HLO
     arguments: int  # bytes
@@ -148,11 +151,11 @@ class Compiled(NamedTuple):
 
 
 class TooLarge(Exception):
-    """A step that needs more memory than a device has: (bytes used, limit) are its arguments."""
+    """A step needs more memory than a device has. Its arguments are (bytes needed, bytes of the device)."""
 
 
 def compile_step(cfg, devices):
-    """`Compiled` train step, as main.py builds it, for the devices of a topology. Raises TooLarge."""
+    """Compile the train step that main.py builds for devices of a topology: `Compiled`. Raises TooLarge."""
     mesh = make_mesh(cfg, devices)
     state = abstract_state(cfg, mesh, make_optimizer(cfg, mesh))
     lowered = lower_train_step(cfg, mesh, state)
@@ -164,20 +167,20 @@ def compile_step(cfg, devices):
             raise refused from None
         if not re.search("find output tile sizes|Failed to get configs", str(e)):
             raise
-        # for a product, and no GPU is there to try others: all products become calls of cuBLAS
+        # The compiler has no tile sizes for a product, and no GPU to try others on: cuBLAS computes all products then.
         options["xla_gpu_enable_triton_gemm"] = False
         program = lowered.compile(compiler_options=options)
     memory = program.memory_analysis()
     arguments = memory.argument_size_in_bytes
-    # not temp_size_in_bytes, which counts more than is in memory at any time
+    # not temp_size_in_bytes, which counts more than is in memory at any one time
     return Compiled(program.as_text(), arguments, memory.peak_memory_in_bytes - arguments)
 
 
 def compiler_options(platform):
-    """Options of the compiler for a platform, those that a run's environment gives it among them."""
+    """Options of the compiler for a platform, including those that a run sets in its environment."""
     if platform not in INSTALL:
         return {}
-    # no GPU is there to time tiles on
+    # 0: no autotuning, since there is no GPU to measure on
     options = {"xla_gpu_autotune_level": 0} if platform == "gpu" else {}
     for flag in platforms.XLA_FLAGS[platform]:
         name, value = flag.removeprefix("--").split("=")
@@ -186,7 +189,7 @@ def compiler_options(platform):
 
 
 def too_large(message):
-    """The compiler's message "Used 40.1G of 30.75G hbm" as `TooLarge`; None for any other message."""
+    """A `TooLarge` for the compiler's message "Used 40.1G of 30.75G hbm"; None for any other message."""
     sizes = re.search(
         r"Used (\S+) of (\S+) hbm|temporaries \((\S+)\) exceeds available HBM \((\S+)\)", message
     )
@@ -199,7 +202,7 @@ def too_large(message):
 
 
 def ask_compiler(cfg, machine):
-    """`Compiled` train step for a machine, from its own process: None where the compiler crashes. Raises TooLarge."""
+    """`compile_step` for a machine in a process of its own; None where the compiler crashes. Raises TooLarge."""
     spawn = multiprocessing.get_context("spawn")
     with futures.ProcessPoolExecutor(1, spawn, hide_errors) as pool:
         try:
@@ -213,10 +216,11 @@ def ask_compiler(cfg, machine):
 
 
 def hide_errors():
-    """Send stderr nowhere: a compiler that crashes writes pages there."""
+    """Discard stderr, to which a compiler that crashes writes pages."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def compile_for(cfg, machine):
+    """`compile_step` for a machine, in the process that `ask_compiler` starts."""
     configure_jax(cfg)
     return compile_step(cfg, devices_of(machine))

@@ -1,6 +1,7 @@
-"""The plan of a run on a machine: what a step needs, does and takes, from a compiler or from formulas.
+"""The plan of a run on a machine: memory, operations, transfers and time of a step, from a compiler or from formulas.
 
-planning/machines.py compiles the real train step, planning/program.py reads it, and planning/costs.py has the formulas.
+planning/machines.py compiles the real train step, planning/program.py analyzes it, and planning/costs.py has the
+formulas.
 """
 
 import math
@@ -14,8 +15,8 @@ from planning.machines import Compiled, Machine
 from planning.program import Program, further_round
 from training.sizes import tokens_per_step
 
-MARGIN = 0.1  # share of a device's memory to leave free: so far off the formulas may be
-# {flag: how a step is divided or computed} of which --search tries values, and which a plan lists
+MARGIN = 0.1  # share of a device's memory to leave free, since the formulas may be that far off
+# Flags of which --search tries values, and which a plan lists: how a step is divided and computed.
 SEARCHED = "n_device_axis pp_interleave train_batch_size microbatches accumulation_steps".split()
 SEARCHED += ["remat", "fsdp", "sequence_parallel"]
 
@@ -31,16 +32,17 @@ class Memory(NamedTuple):
 
     @property
     def total(self):
+        """Bytes in all."""
         return sum(self)
 
     @property
     def working(self):
-        """What a step works with beside what it is given: of this the formulas are not exact."""
+        """Bytes of all that a step computes. The formulas are exact for its inputs, and not for these."""
         return self.activations + self.temporaries
 
 
 class Collective(NamedTuple):
-    """The collectives of one kind along some axes that a device takes part in."""
+    """All collectives of one kind along the same axes, as one device runs them in a step."""
 
     axes: tuple
     kind: str
@@ -55,11 +57,11 @@ class Overlap(NamedTuple):
 
     exposed: dict  # {links: seconds in which the device waits for them}
     step: float  # seconds
-    further_round: float  # seconds more where the experts of every layer need one more round
+    further_round: float  # seconds more if the experts of every layer need one more round
 
 
 class Plan(NamedTuple):
-    """What one step of a validated Config costs. Of one device where it does not say otherwise; bytes and seconds."""
+    """What one step of a validated Config costs, in bytes and seconds. For one device unless it says otherwise."""
 
     cfg: utils.Config
     machine: Machine
@@ -75,35 +77,37 @@ class Plan(NamedTuple):
 
     @property
     def fits(self):
+        """Whether a step fits in memory."""
         return self.memory.total <= self.memory_limit
 
     @property
     def step(self):
-        """Seconds of a step, nothing overlapped; NaN where no part of it is known, as on a CPU."""
+        """Seconds of a step, nothing overlapped; NaN where the seconds are unknown, as on a CPU."""
         return sum(self.seconds.values()) or math.nan
 
     @property
     def tokens(self):
-        """Of a step, on all devices."""
+        """Tokens of a step, on all devices."""
         return tokens_per_step(self.cfg)
 
     @property
     def model_flops(self):
-        """Operations that the model itself needs."""
+        """Operations that the model itself needs, without recomputation and padding."""
         return model.flops_per_token(self.cfg) * self.tokens / self.machine.n
 
     @property
     def tokens_per_second(self):
-        """Of all devices."""
+        """Tokens per second of all devices."""
         return self.tokens / self.step
 
     @property
     def mfu(self):
+        """Model FLOPs utilization: the share of the peak speed that the model's own operations use."""
         return self.model_flops / self.step / self.machine.chip.peak
 
     @property
     def hours(self):
-        """Of the whole run."""
+        """Hours of the whole run."""
         return self.step * self.cfg.run.training_steps / 3600
 
     @property
@@ -113,17 +117,23 @@ class Plan(NamedTuple):
 
     @property
     def searched(self):
-        """{flag of `SEARCHED`: value}."""
+        """{flag: value} of the flags in SEARCHED."""
         flags = utils.flatten(self.cfg)
         return {flag: flags[flag] for flag in SEARCHED}
 
 
 def make_plan(cfg, machine, compiled=None, refused=None):
-    """The `Plan` of a validated Config. compiled: the `Compiled` step, where a compiler was asked. refused: the
-    TooLarge with which it, or a device, refused the step."""
+    """The `Plan` of a validated Config.
+
+    compiled: the `Compiled` step; None: the formulas answer. refused: the TooLarge that the compiler, or a device,
+    raised for the step.
+    """
     estimate = costs.estimate(cfg, machine)
-    used, limit = None, machine.chip.memory
-    flops, seconds, overlap = estimate.flops, estimate.seconds, None
+    used = None
+    limit = machine.chip.memory
+    flops = estimate.flops
+    seconds = estimate.seconds
+    overlap = None
     collectives = collectives_of(estimate.sent, {})
     if compiled:
         used = compiled.arguments + compiled.temporaries
@@ -151,8 +161,8 @@ def make_plan(cfg, machine, compiled=None, refused=None):
 
 
 def memory_of(estimate, used):
-    """The `Memory` of an `Estimate`. used: bytes in all, where a compiler or a device tells: what the formulas have no
-    name for is then in the temporaries."""
+    """The `Memory` of an `Estimate`. used: bytes in all by a compiler or a device; None: unknown. Bytes that the
+    formulas do not explain are then among the temporaries."""
     given = estimate.weights + estimate.optimizer + estimate.batch
     work = estimate.activations + estimate.workspace
     if used is not None:
@@ -168,7 +178,8 @@ def memory_of(estimate, used):
 
 
 def collectives_of(sent, exposed):
-    """[`Collective`] of {(axes, kind): (bytes, times, seconds)} and the exposed seconds, where known."""
+    """[`Collective`] of {(axes, collective): (bytes, times, seconds)}. exposed: {the same key: seconds}, {} if
+    unknown."""
     found = []
     for (axes, kind), amounts in sorted(sent.items()):
         found.append(Collective(axes, kind, *amounts, exposed.get((axes, kind))))
@@ -176,27 +187,27 @@ def collectives_of(sent, exposed):
 
 
 def by_links(collectives, field):
-    """{links: sum of a field} of a list of `Collective`s."""
+    """{links: sum of the field} over a list of `Collective`s."""
     sums = Counter()
     for one in collectives:
         sums[links_of(one.axes, one.kind)] += getattr(one, field)
     return dict(sums)
 
 
-def links_of(axes, kind):
-    """What a collective travels over, in words."""
-    return ("network of " if kind == hlo.ACROSS else "links of ") + "+".join(axes)
+def links_of(axes, collective):
+    """The links over which a collective travels, in words."""
+    return ("network of " if collective == hlo.ACROSS else "links of ") + "+".join(axes)
 
 
 def memory_share(cfg, machine):
-    """The share of a device's memory that a step needs by the formulas. At most 1 leaves the margin free by which the
-    formulas may be off."""
+    """The memory that a step needs by the formulas, as a share of a device's memory without MARGIN. At most 1: it fits,
+    even if the formulas are off by that much."""
     room = (1 - MARGIN) * machine.chip.memory
     return make_plan(cfg, machine).memory.total / room
 
 
 def as_json(plan):
-    """A `Plan` as --plan_json and a run's plan.json have it."""
+    """A `Plan` as the JSON of --plan_json and of a run's plan.json."""
     memory = plan.memory._asdict() | dict(total=plan.memory.total, limit=plan.memory_limit)
     overlapped = None
     if plan.overlap:

@@ -1,4 +1,4 @@
-"""What a run asks of the plans: how much of its devices' memory a step needs, and how fast it should be."""
+"""What a training run needs of plans: how much of its devices' memory a step needs, and how fast it should be."""
 
 import functools
 
@@ -8,13 +8,15 @@ from planning import advice, machines, plan
 from runtime import chips
 from runtime.messages import UserError
 
-as_json = plan.as_json  # of a plan, for plan.json
+as_json = plan.as_json  # a plan for plan.json
 
 
 def memory_share():
-    """A function from a Config to the share of their memory that a step needs on the devices here; None where that is
-    not known. By the table of chips, not by what is free: all processes, and the run that resumes, must find the
-    same."""
+    """`memory_share(cfg)`: the share of their memory that a step needs on the devices here. None for unknown devices.
+
+    It is computed from the table of chips, not from the memory that is free now, since all processes must get the same
+    answer, and so must the same run when it resumes.
+    """
     chip = chips.chip_of(jax.devices()[0].device_kind)
     if chip is None:
         return None
@@ -23,7 +25,7 @@ def memory_share():
 
 
 def plan_of(cfg):
-    """The plan of a run on the devices here, by formulas; None where the peak of these devices is not known."""
+    """The `Plan` of a run on the devices here, by the formulas; None where the peak of these devices is not known."""
     devices = jax.devices()[: cfg.run.n_devices]
     if chips.chip_of(devices[0].device_kind) is None:
         return None
@@ -31,6 +33,6 @@ def plan_of(cfg):
 
 
 def out_of_memory(cfg, error):
-    """The UserError for `error`, with which a device ran out of memory: which flags would make a step fit."""
+    """The UserError for jax's `error` that a device ran out of memory. It names flags that would make the step fit."""
     machine = machines.machine_of(jax.devices()[: cfg.run.n_devices])
     return UserError(advice.explain_out_of_memory(cfg, machine, str(error)))

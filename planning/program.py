@@ -1,5 +1,4 @@
-"""What a compiled train step does, and how long it takes on a machine: `planning/hlo.py` with the speeds of its
-chips."""
+"""How long a compiled train step takes on a machine: `planning/hlo.py` with the speeds of the machine's chips."""
 
 import math
 
@@ -12,7 +11,7 @@ from planning.links import link_seconds
 
 
 class Program(hlo.Timeline):
-    """`hlo.Timeline` of the optimized HLO `text` of a validated Config's step."""
+    """The `hlo.Timeline` of the step of a validated Config, with the speeds of a machine. text: its optimized HLO."""
 
     def __init__(self, text, cfg, machine):
         self.cfg = cfg
@@ -22,25 +21,28 @@ class Program(hlo.Timeline):
         super().__init__(text, mesh, machine.slices)
 
     def in_kernel(self, words, arrays):
+        """Operations of an attention kernel; 0 for others. As `hlo.Timeline` defines it."""
         m = self.cfg.model
         kernel = self.kernel
         group = m.n_head // m.kv_heads  # heads of queries that read the same values
         for name, (keys, values) in kernel.products.items():
-            if name in words:  # its first arrays of floats are queries, keys and values
-                q, _, v = [math.prod(dims) for kind, dims in arrays if "f" in kind][:3]
+            if name in words:  # the first arrays of floats are queries, keys and values
+                q, _, v = [math.prod(dims) for dtype, dims in arrays if "f" in dtype][:3]
                 return 2 * m.T * kernel.score_share(m) * (keys * q + values * group * v)
         return 0
 
     def compute_seconds(self, flops, cycles, moved, is_kernel):
+        """Seconds of an operation. As `hlo.Timeline` defines it."""
         chip = self.machine.chip
-        # no compiler estimates kernels
+        # compilers do not estimate the time of kernels
         products = flops / chip.speed * (attention_slowdown(chip) if is_kernel else 1)
         if chip.gpu:
             return bool(flops or moved) * LAUNCH + max(products, moved / chip.memory_speed)
         return products if is_kernel else cycles / chip.clock
 
     def link_seconds(self, *transfer):
-        # what leaves a TPU slice is a transfer of its own in the program
+        """Seconds of a transfer. As `hlo.Timeline` defines it."""
+        # without slices: what leaves a TPU slice is a transfer of its own in the program
         machine = self.machine
         joined = machine._replace(groups=machine.groups // machine.slices)
         return link_seconds(self.cfg, joined, *transfer)
@@ -51,9 +53,12 @@ class Program(hlo.Timeline):
 
 
 def further_round(program, text):
-    """Seconds by which a step is longer where the experts of every layer need one more round (`experts.in_buckets`).
-    program: the `Program` of the HLO `text`, which counts none."""
-    m, machine = program.cfg.model, program.machine
+    """Seconds by which a step gets longer if the experts of every layer need one more round (`experts.in_buckets`).
+
+    program: the `Program` of the HLO `text`, which counts no such round.
+    """
+    m = program.cfg.model
+    machine = program.machine
     if not m.n_experts or m.capacity_factor or choose_transport(m, machine.platform) == "tiles":
         return 0.0
     with_one = text.replace("at_even_load_0/", "at_even_load_1/")

@@ -16,25 +16,26 @@ from training import muon
 
 
 class Step(NamedTuple):
-    """The step of a validated Config on a machine. Numbers are of one device."""
+    """The step of a validated Config on a machine. Numbers are those of one device."""
 
     cfg: object
     machine: object
     fit: Fitted
     mesh: dict  # {axis: size}
-    batches: int  # that are accumulated
-    ticks: int  # of the pipeline, for a batch
-    own: int  # microbatches of a batch that a device embeds and computes the loss of
+    batches: int  # batches whose gradients are accumulated
+    ticks: int  # ticks of the pipeline in a batch
+    own: int  # microbatches of a batch that a device embeds, and whose loss it computes
     B: int  # sequences of a microbatch
-    tokens: int  # of a microbatch, as attention sees them
-    own_tokens: float  # of a microbatch outside attention, where tp splits the sequence
+    tokens: int  # tokens of a microbatch in attention, which sees whole sequences
+    own_tokens: float  # tokens of a microbatch elsewhere, where tp splits the sequence
     width: int  # bytes of a number in --model_dtype
-    layers: dict  # {kind of layer: (layers that run one after another, times that they run in a batch's forward pass)}
+    # {kind of layer: (layers that run one after another, times that they run in a batch's forward pass)}
+    layers: dict
     fsdp: str
 
     @property
     def gathers_by_layer(self):
-        """Whether each layer gathers its own weights, each time that it runs."""
+        """Whether each layer gathers its weights each time that it runs."""
         return self.fsdp in ("full", "exchange")
 
 
@@ -42,7 +43,7 @@ def divide(cfg, machine):
     """The `Step` of a validated Config on a machine."""
     dp, pp, tp = cfg.run.n_device_axis
     microbatches = cfg.data.microbatches
-    # in each tick every stage runs its blocks of one round, see model.pipeline
+    # in each tick, every stage runs its blocks of one round (model.pipeline)
     ticks = cfg.run.pp_interleave * microbatches + pp - 1
     own = microbatches // pp
     B = cfg.data.train_batch_size // microbatches
@@ -71,59 +72,59 @@ def divide(cfg, machine):
 
 
 class Transfer(NamedTuple):
-    """Collectives of one kind along some axes."""
+    """Equal collectives along some axes."""
 
     axes: tuple
-    kind: str
-    n_bytes: float  # that a device sends, in all of them
-    times: float  # how many there are
+    collective: str
+    n_bytes: float  # bytes that a device sends in all of them
+    times: float  # how many of them there are in a step
     seconds: float
 
 
-def transfers(step, kind, axes, whole, times=1, count=1, n=0):
-    """`count` collectives along some axes, or the one named, `times` times in a step: [`Transfer`], or [] where no
-    device sends anything.
+def transfers(step, collective, axes, whole, times=1, count=1, n=0):
+    """[`Transfer`] of `count` collectives, `times` times in a step; [] where no device sends anything.
 
-    Together their arrays have `whole` bytes, all parts counted. n devices take part (0: all along the axes), in rings;
-    an all-reduce is a reduce-scatter and an all-gather (arXiv:1909.09756, section 3).
+    axes: one or several. whole: bytes of the arrays of the `count` collectives, all parts together. n: devices that
+    take part, in rings; 0: all along the axes. An all-reduce counts as a reduce-scatter and an all-gather
+    (arXiv:1909.09756, section 3).
     """
     axes = tuple(a for a in collectives.AXES if a in axes and step.mesh[a] > 1)
     n = n or muon.axes_size(axes, step.mesh)
     if n == 1 or not times * whole:
         return []
     shares = {"collective-permute": 1, "all-reduce": 2 * (n - 1) / n}
-    n_bytes = times * whole * shares.get(kind, (n - 1) / n)
-    seconds = link_seconds(step.cfg, step.machine, axes, kind, n_bytes, n)
-    return [Transfer(axes, kind, n_bytes, times * count, seconds)]
+    n_bytes = times * whole * shares.get(collective, (n - 1) / n)
+    seconds = link_seconds(step.cfg, step.machine, axes, collective, n_bytes, n)
+    return [Transfer(axes, collective, n_bytes, times * count, seconds)]
 
 
 class Work(NamedTuple):
-    """What a device does for one part of a step."""
+    """The work of a device for one part of a step."""
 
     flops: float = 0.0  # of matrix products
-    attention: float = 0.0  # of these, attention's products of queries, keys and values
-    layer_passes: float = 0.0  # of a microbatch through a layer, forward and backward
+    attention: float = 0.0  # the part of these in attention's products of queries, keys and values
+    layer_passes: float = 0.0  # passes of a microbatch through a layer, forward and backward as one
     product_traffic: float = 0.0  # bytes that matrix products read and write
-    other_traffic: float = 0.0  # bytes that all else reads and writes
+    other_traffic: float = 0.0  # bytes that all other operations read and write
     transfers: list = []
 
 
 def total(works):
-    """The `Work` of several parts together."""
+    """The sum of several `Work`s."""
     sums = [sum(values) for values in zip(*(work[:-1] for work in works))]
     return Work(*sums, [one for work in works for one in work.transfers])
 
 
 def sent(transfers):
-    """{(axes, kind): (bytes, times, seconds)} of a list of `Transfer`s."""
+    """{(axes, collective): (bytes, times, seconds)}, the sums over a list of `Transfer`s."""
     sums = defaultdict(lambda: np.zeros(3))
     for one in transfers:
-        sums[one.axes, one.kind] += one.n_bytes, one.times, one.seconds
+        sums[one.axes, one.collective] += one.n_bytes, one.times, one.seconds
     return {key: tuple(values.tolist()) for key, values in sums.items()}
 
 
 def expert_axes(n_experts, mesh):
-    """(axes along which devices hold different experts, axes along which they hold the same one)."""
+    """(axes along which devices hold different experts, axes along which they hold slices of the same one)."""
     stage = {axis: mesh[axis] for axis in collectives.EXPERT_AXES}
     n = math.prod(stage.values())
     # a row of devices holds the same expert
