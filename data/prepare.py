@@ -70,6 +70,7 @@ def announce(corpus, shards):
 
 
 def main():
+    """Make the shards of the corpus that the command line names, and print the command that trains on them."""
     options = read_flags(Options, sys.argv[1:], "data/prepare.py")
     corpus = CORPORA[options.name]
     output = options.output or f"data/shards/{options.name}"

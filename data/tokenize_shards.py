@@ -68,6 +68,7 @@ class Options(Source):
 
 
 def main():
+    """Write the shards that the command line describes. Raises UserError."""
     args = read_flags(Options, sys.argv[1:], "data/tokenize_shards.py", suggest_source)
     local = args.source != "stdlib" and not is_remote(args.source) and not is_remote(args.output)
     source = Path(args.source).resolve()

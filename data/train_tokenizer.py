@@ -98,6 +98,7 @@ class Options(Source):
 
 
 def main():
+    """Train the tokenizer that the command line describes. Raises UserError."""
     make(read_flags(Options, sys.argv[1:], "data/train_tokenizer.py", suggest_source))
 
 

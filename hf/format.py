@@ -26,7 +26,8 @@ class HuggingFace(NamedTuple):
     # ({flag: value} of the entries, the other entries of config.json) -> {flag: value}. Raises UserError for an entry
     # that may change numbers in a way unknown here.
     flags: Callable
-    copies: str  # regular expression of the names of tensors that only repeat others, or that no product reads
+    # regular expression of the names of tensors that only repeat others, or that no product reads
+    copies: str
     prefix: str = ""  # of the names of tensors, which some files leave out
     equal: dict = {}  # {entry: another entry whose value it must have}
 
@@ -51,7 +52,8 @@ class Tensor(NamedTuple):
     name: str
     shape: tuple  # in the format
     leaf: tuple  # path of the leaf in our tree
-    at: tuple  # which part of that leaf: an int or a slice for each leading dim, all of the other dims
+    # which part of that leaf: an int or a slice for each leading dim, all of the other dims
+    at: tuple
     part: tuple  # shape of that part, without the dims that have an int in `at`
     transposed: bool = False  # torch's Linear holds [outputs, inputs]
     # number of its last channels that have rotary positions. The two channels of a pair are neighbors there; here they
@@ -122,16 +124,11 @@ def feed_forward(prefix, leaf, at, D, F, activation="swiglu"):
     yield plain(f"{prefix}.down_proj.weight", (*leaf, "down"), at, (D, F))
 
 
-# T without --T is at most this: max_position_embeddings is often far beyond what the model was trained on
+# Without --T, T is at most this: max_position_embeddings is often far beyond the lengths that the model was trained on.
 MOST_T = 4096
 # {flag: entry} of the flags that the functions below read
-OTHER_NAMES = dict(
-    T="max_position_embeddings",
-    rope_base="rope_theta",
-)
-
-
-# Entries that most models since Llama have
+OTHER_NAMES = dict(T="max_position_embeddings", rope_base="rope_theta")
+# {entry: flag} of the entries that most models since Llama have
 COMMON = dict(
     vocab_size="vocab_size",
     hidden_size="model_dimension",
@@ -176,7 +173,8 @@ def config_of_common(m, entries, supported):
 def read_flags(form, config, where):
     """{flag: value} of a config.json, read from `where`. Raises UserError for an entry that is missing, of the wrong
     type, or may change numbers in a way unknown here."""
-    left, flags = form.missing | config, {}
+    left = form.missing | config
+    flags = {}
     for name, flag in form.entries.items():
         if name not in left:
             raise UserError(f"{where}: {name} is missing.")
@@ -200,7 +198,8 @@ def pop_object(left, name):
 def pop_rope(left):
     """Remove the entries of rotary positions from the config `left`; return (base, what else they hold)."""
     base = left.pop("rope_theta", 10_000.0)
-    scaling, parameters = pop_object(left, "rope_scaling"), pop_object(left, "rope_parameters")
+    scaling = pop_object(left, "rope_scaling")
+    parameters = pop_object(left, "rope_parameters")
     rope = scaling or parameters
     rope = {"rope_type": rope.get("type", "default")} | rope  # type is its older name
     if rope.get("factor") == 1 and rope["rope_type"] in ("default", "linear"):
@@ -221,19 +220,19 @@ def pop_norm_of_gates(left, k, missing):
 
 # Entries that change no number that is computed here, in the config.json of any architecture
 IMMATERIAL = set(
-    # names: of classes, of what wrote it, of the type that weights are stored in, which each tensor says itself
+    # names: of classes, of the program that wrote the file, of the weights' type, which each tensor states itself
     "architectures auto_map model_type torch_dtype dtype use_bfloat16 transformers_version name_or_path _name_or_path "
     "_commit_hash unsloth_version unsloth_fixed quantization_config "
     # how a program runs it: kernels, caches, devices, the order of products
     "use_cache pretraining_tp ep_size attn_implementation _attn_implementation _attn_implementation_autoset "
     "_attn_implementation_internal experts_implementation _experts_implementation torchscript gradient_checkpointing "
     "chunk_size_feed_forward "
-    # training alone: dropout, initialization, losses, for which there are flags here
+    # of training only: dropout, initialization, losses, for which this program has flags
     "attention_dropout initializer_range tf_legacy_loss "
-    # what it returns besides logits, and models with another head or an encoder
+    # results besides logits, and models with another head or an encoder
     "return_dict output_hidden_states output_attentions output_router_logits output_past id2label label2id num_labels "
     "problem_type finetuning_task is_decoder is_encoder_decoder tie_encoder_decoder cross_attention_hidden_size "
-    # the tokenizer's affairs, and how text is sampled
+    # of the tokenizer, and of sampling
     "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id tokenizer_class prefix "
     "task_specific_params max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty "
     "temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size "

@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub, in the hub's own cache: safetensors and what describes them, never code."""
+"""Fetch models of the Hugging Face hub into the hub's own cache: safetensors and their descriptions, never code."""
 
 import functools
 import os
@@ -13,7 +13,7 @@ from hf import pretrained
 from runtime.messages import UserError, first_line, say, size
 
 PREFIX = "hf://"
-GPT2 = {"gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "distilgpt2"}  # need no prefix
+GPT2 = {"gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "distilgpt2"}  # names that need no prefix
 DESCRIPTION = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
 DESCRIPTION += [pretrained.INDEX]
 ABSENT = (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError)
@@ -52,7 +52,7 @@ def ask(name, method, revision=None, **settings):
         words = "needs its owner's consent: ask for it on the model's page and set HF_TOKEN"
     except ABSENT:
         words = "the Hugging Face hub has no such model or revision that is public; write hf://ORGANISATION/NAME"
-    except Exception as e:  # of the network and of the disk: there is no common class
+    except Exception as e:  # errors of the network and of the disk have no common class
         words = f"is not in the hub's cache here, and cannot be fetched ({first_line(e)})"
     raise UserError(f"{name}: {words}.")
 
@@ -65,10 +65,10 @@ def download(name):
     if not missing or not is_on_hub(name):
         return folder
     commit = os.path.basename(folder)
-    about = ask(name, huggingface_hub.HfApi().model_info, commit, files_metadata=True)
-    sizes = {file.rfilename: file.size or 0 for file in about.siblings}
+    info = ask(name, huggingface_hub.HfApi().model_info, commit, files_metadata=True)
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings}
     if pretrained.WHOLE in sizes:
-        missing = [pretrained.WHOLE]  # which counts beside an index, too
+        missing = [pretrained.WHOLE]  # it is used even where there is an index
     for file in missing:
         if file not in sizes:
             raise UserError(f"{name}: has no {file}; only weights in safetensors are read.")

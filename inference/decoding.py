@@ -1,4 +1,4 @@
-"""Decoding: logits of the next token with a cache of the tokens before, and text drawn from them, on any mesh."""
+"""Decode on any mesh: compute the logits of the next token with a cache of the tokens before it, and draw tokens."""
 
 import functools
 
@@ -17,13 +17,14 @@ from kernels import loss
 
 
 def make_decode(cfg, mesh):
-    """`decode(params, ids, cache, offset, last)` on global arrays, on any mesh, of parameters in one round of blocks
-    (pp_interleave 1).
+    """`decode(params, ids, cache, offset, last)` -> (logits, cache), on global arrays.
 
-    ids int32 [B, n], B a multiple of dp, are the tokens of each sequence from position offset [B] on; the cache is that
-    of `empty_cache`. Returns float32 logits [B, V] after token number last [B] of each row of ids, and the cache with
-    the n tokens added. Rows may be padded at their end: the cache behind a row's last token is overwritten before it is
-    read. No token is dropped.
+    params: with the blocks in one round (pp_interleave 1). ids: int32 [B, n], B a multiple of dp, the tokens of each
+    sequence from position offset [B] on. cache: as from `empty_cache`. last: [B], the index in each row of ids of the
+    token whose logits are returned.
+
+    Returns float32 logits [B, V], and the cache with the n tokens added. Rows may be padded at their end, since the
+    cache after a row's last token is overwritten before it is read. No token is dropped.
     """
     cfg = model.dropless(cfg)
     m = cfg.model
@@ -115,8 +116,10 @@ def empty_cache(cfg, B, T):
 
 
 def draw_tokens(logits, key, s):
-    """Draw one token, int [B], for each row of logits [B, V], with the settings `s` (utils.Sample). Each row draws with
-    a key of its own, so that the size of the batch does not change what a row draws."""
+    """Draw a token for each row of logits [B, V]: int [B]. s: a utils.Sample.
+
+    Each row has a key of its own, so the size of the batch does not change what a row draws.
+    """
     if s.temperature == 0:
         return jnp.argmax(logits, -1)
     logits = logits / s.temperature
@@ -131,28 +134,33 @@ def draw_tokens(logits, key, s):
 
 
 def kth_largest(x, k):
-    """The k-th largest number of each row of float32 [B, V], [B, 1]; the smallest of a row that has fewer."""
+    """The k-th largest number of each row of x, float32 [B, V]: [B, 1]. The smallest, where a row has fewer than k."""
     return largest_reached(x, 1, min(k, x.shape[-1]))
 
 
 def smallest_of_nucleus(logits, p):
-    """The smallest logit of the likeliest tokens that together have probability p [B, 1], of each row of logits [B, V]:
-    [B, 1]. The likeliest token is among them whatever p is (Holtzman et al., arXiv:1904.09751)."""
+    """The smallest logit in the nucleus of each row of logits [B, V]: [B, 1].
+
+    The nucleus is the smallest set of likeliest tokens that together have probability p [B, 1]. It always contains the
+    likeliest token (Holtzman et al., arXiv:1904.09751).
+    """
     smallest = largest_reached(logits, jax.nn.softmax(logits), p)
     return jnp.minimum(smallest, logits.max(-1, keepdims=True))
 
 
 def largest_reached(x, weights, needed):
-    """The largest number of each row of float32 x [B, V] such that the `weights` of those in the row that reach it
-    sum to `needed` or more, [B, 1]; the smallest of a row that has less, infinity where nothing is needed.
+    """The largest number t in each row of x, float32 [B, V], such that the `weights` of all numbers >= t in the row sum
+    to at least `needed`: [B, 1].
 
-    Found bit by bit, from the highest.
+    It is the smallest number of a row whose weights sum to less, and infinity where `needed` is 0 or less. The bits of
+    t are found one by one, from the highest.
     """
     bits = lax.bitcast_convert_type(x, jnp.int32)
-    # in the order of x; CPUs compare these much faster
+    # integers in the same order as x, which CPUs compare much faster
     integers = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
-    def try_bit(n, found):  # the first of the 32 is the sign: it turns the smallest integer into 0
+    def try_bit(n, found):
+        # bit 0 is the sign: flipping it turns the smallest integer into 0
         larger = found ^ jnp.left_shift(jnp.int32(1), 31 - n)
         reach = jnp.where(integers >= larger, weights, 0).sum(-1, keepdims=True)
         return jnp.where(reach >= needed, larger, found)
@@ -164,20 +172,19 @@ def largest_reached(x, weights, needed):
     return reached.min(-1, keepdims=True)
 
 
-# Tokens that the devices draw for each row before the host reads them: reading after every token would be slow
+# The devices draw this many tokens of each row before the host reads them: reading after every token would be slow.
 CHUNK = 8
 
 
 def make_stream(cfg, mesh, s, length, chunk=CHUNK, draw=None):
-    """Jitted functions that continue prompts with a cache, in rows of at most `length` tokens, with the settings `s`
-    (utils.Sample):
+    """Jitted functions that continue prompts with a cache, in rows of at most `length` tokens. s: a utils.Sample.
 
         prefill(params, ids [B, n], lengths [B], key) -> state
         advance(params, state) -> state, the next tokens [chunk, B]
 
-    A state is (newest token [B], which is not in the cache yet; its position [B]; cache; key of the next draw).
-    `advance` donates the memory of its state. A caller's own `draw` replaces `draw_next`: it may return (token,
-    ...), with further arrays [B, ...], in place of the token, and its key may be any tree.
+    A state is (newest token [B], which is not in the cache yet; its position [B]; cache; key for the next draw).
+    `advance` donates the memory of its state. draw: replaces `draw_next`. It may return (token, ...), with further
+    arrays [B, ...], in place of the token, and its key may be any tree.
     """
     draw = draw or draw_next
     decode = make_decode(cfg, mesh)
@@ -208,7 +215,7 @@ def make_stream(cfg, mesh, s, length, chunk=CHUNK, draw=None):
 
 
 def pad(sequences, n):
-    """Sequences of token ids as (ids [B, n], lengths [B]), int32."""
+    """Sequences of token ids, padded with 0 to n: (ids [B, n], lengths [B]), both int32."""
     ids = np.zeros((len(sequences), n), np.int32)
     for row, sequence in zip(ids, sequences):
         row[: len(sequence)] = sequence
@@ -216,7 +223,7 @@ def pad(sequences, n):
 
 
 def chunks_of(advance, params, state, n):
-    """Yield the next tokens as n chunks, int32 [B, chunk]. The devices draw one chunk while the host uses the one
+    """Yield the next tokens in n chunks, int32 [B, chunk]. The devices draw a chunk while the host uses the one
     before."""
     state, drawn = advance(params, state)
     for _ in range(n - 1):
@@ -227,6 +234,6 @@ def chunks_of(advance, params, state, n):
 
 
 def draw_next(logits, key, s):
-    """(tokens int32 [B] of `draw_tokens`, the key of the next draw)."""
+    """(tokens int32 [B] from `draw_tokens`, key for the next draw)."""
     key, now = jax.random.split(key)
     return draw_tokens(logits, now, s).astype(jnp.int32), key

@@ -193,6 +193,7 @@ class Options:
 
 
 def main(options):
+    """Print the table and write the picture. Raises UserError."""
     output = options.output
     if not output.endswith((".png", ".svg", ".pdf")):
         raise UserError(

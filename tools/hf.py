@@ -256,6 +256,7 @@ class Options:
 
 
 def main(options):
+    """Export, import or push a model. Raises UserError."""
     quiet_libraries()
     if options.command == "push":
         return push(options.source, options.target, options.dtype, options.public)

@@ -1,9 +1,9 @@
-"""Train on this machine, from text: what `bash run.sh local` does once there is an environment.
+"""Train on this machine from text. `bash run.sh local` runs this once it has made an environment.
 
 python tools/local.py --data input.txt
 
-It takes the flags of main.py, and those of data/own_text.py: TextOptions. Text that --data names is tokenized first;
-where nothing is named, Python's standard library is. Then main.py takes this process over.
+It accepts the flags of main.py and those of data/own_text.py: TextOptions. First the text that --data names is
+tokenized, or Python's standard library where it names none. Then main.py replaces this process.
 """
 
 if __name__ == "__main__" and not __package__:
@@ -27,16 +27,16 @@ from runtime.messages import UserError, nearest, one_sentence
 from shards.tokenization import folder_tokenizer_name
 
 STDLIB = "data/shards/stdlib"
-# By this flag XLA simulates devices, however the environment came by it.
+# This flag of XLA simulates devices. Where the environment has it, the number of devices is decided there.
 SIMULATES = "xla_force_host_platform_device_count"
 
 
 def main(argv):
-    """The command line of main.py for the flags in `argv`; the corpus is made where it is missing. Raises UserError."""
+    """The command line of main.py for the flags in `argv`. Makes the corpus where it is missing. Raises UserError."""
     if {"-h", "--help"} & {*argv}:
         return ["--preset", "tiny", *argv]
     of_text, words = read_words(TextOptions, argv, "main.py", others=utils.Config, hints=HINTS)
-    how = TextOptions(**of_text)
+    text_options = TextOptions(**of_text)
     given, _ = read_words(utils.Config, words, "main.py", hints=HINTS)
     if given.get("preset") == "list":
         return argv
@@ -44,11 +44,13 @@ def main(argv):
         given = flags_of_file(given["config"], given) | given
     if "preset" not in given:
         words = ["--preset", "tiny", *words]
-    making = how, given.get("tokenizer") or tokenizer_of_weights(given), given.get("vocab_size")
+    tokenizer = given.get("tokenizer") or tokenizer_of_weights(given)
+    vocab_size = given.get("vocab_size")
+    making = text_options, tokenizer, vocab_size
     if "data" not in given:
         folder = STDLIB
-        # what is there stays, also where another Python made it
-        if any(making[1:]) or how != TextOptions() or not is_made(folder):
+        # existing shards are used, even if another version of Python made them of another library
+        if tokenizer or vocab_size or text_options != TextOptions() or not is_made(folder):
             folder, _ = corpus_of("stdlib", *making)
         words += ["--data", folder]
     elif is_text(given):
@@ -60,7 +62,8 @@ def main(argv):
 
 
 def tokenizer_of_weights(given):
-    """The tokenizer of the weights that --init_from names in a local folder, which know no other; "" without any."""
+    """The tokenizer of the weights in a local folder that --init_from names, since they know no other; "" where there
+    is none."""
     folder = given.get("init_from", "")
     name = folder_tokenizer_name(folder) if os.path.isdir(folder) else ""
     is_file = bool(os.path.dirname(name))
@@ -68,21 +71,21 @@ def tokenizer_of_weights(given):
 
 
 def is_made(folder):
-    """Whether there are shards for training and for validation, whole ones: their manifests are written last."""
+    """Whether a folder has complete shards for training and for validation: manifests are written last."""
     return all(os.path.isfile(f"{folder}/{split}/manifest.json") for split in ("train", "val"))
 
 
 def is_text(given):
-    """Whether --data, in the {flag: value} `given`, is text and no folder of shards. Raises UserError where there is no
-    such place."""
+    """Whether --data in `given`, {flag: value}, names text rather than a folder of shards. Raises UserError where there
+    is no such file or folder."""
     data = given["data"]
     if is_remote(data) or "mix" in given:
         return False
     data = glob.escape(data) if os.path.exists(data) else data
     if not glob.glob(data):
         folder, name = os.path.split(data)
-        there = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
-        other = nearest(name, there)
+        beside = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
+        other = nearest(name, beside)
         if re.fullmatch(r"[\w.-]+/[\w.-]+", data) and not other:
             other = "; data/tokenize_shards.py makes shards of a dataset of the Hugging Face hub"
         raise UserError(
@@ -95,7 +98,7 @@ def is_text(given):
 
 
 def simulated(given):
-    """The flag for as many simulated devices as a given mesh has, on a machine without an accelerator."""
+    """The flag that simulates as many devices as a given mesh has, where the machine has no accelerator; else []."""
     n = math.prod(given.get("n_device_axis", ()))
     if "n_device_axis" not in given or "n_devices" in given or not n:
         return []
@@ -109,5 +112,5 @@ if __name__ == "__main__":
     watched = interrupts.watch(lambda number: interrupts.end(128 + number, lost))
     words = one_sentence(lambda: main(sys.argv[1:]))
     watched()
-    # exec: signals reach main.py itself, which then writes a checkpoint
+    # exec, so that signals reach main.py itself, which then saves a checkpoint
     os.execv(sys.executable, [sys.executable, "main.py", *words])

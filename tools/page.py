@@ -672,6 +672,7 @@ def make_app(runs, engine):
 
 
 def main(options):
+    """Serve the page until a signal ends it. Raises UserError."""
     for folder in options.runs:
         check_folder(folder)
     runs = Runs(options.runs)
