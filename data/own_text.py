@@ -90,7 +90,7 @@ def make_corpus(source, options, tokenizer, vocab_size):
     ranks = f"{folder}.tiktoken"
     if not tokenizer and not os.path.exists(ranks):
         asked = dict(source=source, vocab_size=vocab_size, output=ranks)
-        train_tokenizer.make(train_tokenizer.Options(**asked), opened)
+        train_tokenizer.make_tokenizer(train_tokenizer.Options(**asked), opened)
     # no more workers than batches, since each takes a second to start
     workers = min(ours.workers, 1 + opened.total // BATCH_BYTES)
     asked = replace(ours, output=folder, tokenizer=tokenizer or ranks, workers=workers)

@@ -99,10 +99,10 @@ class Options(Source):
 
 def main():
     """Train the tokenizer that the command line describes. Raises UserError."""
-    make(read_flags(Options, sys.argv[1:], "data/train_tokenizer.py", suggest_source))
+    make_tokenizer(read_flags(Options, sys.argv[1:], "data/train_tokenizer.py", suggest_source))
 
 
-def make(args, source=None):
+def make_tokenizer(args, source=None):
     """Train the tokenizer that `Options` describe and write it. source: args.source, opened; None: it is opened here.
     Raises UserError."""
     if not args.output.endswith(".tiktoken"):

@@ -98,7 +98,7 @@ def files_of(folder):
         owner = {}
     for file in files:
         path = os.path.join(folder, file)
-        for name, stored in headers(path):
+        for name, tensor in headers(path):
             if owner.get(name, file) != file:
                 left_over[name] = path  # of another saving: the index has the tensor elsewhere
                 continue
@@ -107,7 +107,7 @@ def files_of(folder):
                     f"{folder}: tensor {name} is in {found[name].path} and in {path}, and {INDEX} does not say which "
                     f"counts."
                 )
-            found[name] = stored
+            found[name] = tensor
     for name in left_over.keys() - found.keys():
         raise UserError(
             f"{folder}: tensor {name} is in {left_over[name]}, but {INDEX} has it in {owner[name]}; copy both again."
@@ -139,10 +139,10 @@ def headers(path):
         raise UserError(f"{path} cannot be read ({e}); copy it again.") from None
 
 
-def name_in(there, name, form):
+def name_in(stored, name, form):
     """The name of a tensor in the folder: some files leave out the prefix of the format."""
     short = name.removeprefix(form.prefix)
-    return short if short in there and name not in there else name
+    return short if short in stored and name not in stored else name
 
 
 def filled(tensors):
@@ -150,26 +150,26 @@ def filled(tensors):
     return (t for t in tensors if math.prod(t.shape))
 
 
-def needed(there, form):
+def needed(stored, form):
     """Names of the folder's tensors that the model must have a place for. Copies of others need none, and layers of
     multi-token prediction only serve training."""
-    predictors = tuple(name.removesuffix("eh_proj.weight") for name in there if "eh_proj" in name)
-    names = [name for name in there if not name.startswith(predictors)]
+    predictors = tuple(name.removesuffix("eh_proj.weight") for name in stored if "eh_proj" in name)
+    names = [name for name in stored if not name.startswith(predictors)]
     return [
-        name for name in names if 0 not in there[name].shape and not re.search(form.copies, name)
+        name for name in names if 0 not in stored[name].shape and not re.search(form.copies, name)
     ]
 
 
-def mismatch(there, names, m, form):
+def mismatch(stored, names, m, form):
     """How well a folder fits a utils.Model: (number of tensors that fit, what is wrong with the next one), or (inf, "")
     where all fit. `names` are those of `needed`."""
     wanted = set()
     # a loop that stops at the first tensor that is missing: an absurd config may call for billions of them
     for t in filled(form.tensors(m)):
-        name = name_in(there, t.name, form)
-        if name not in there:
+        name = name_in(stored, t.name, form)
+        if name not in stored:
             return len(wanted), f"{name} is missing; its config.json calls for it"
-        shape = there[name].shape
+        shape = stored[name].shape
         if shape != t.shape:
             words = f"{name} is {list(shape)}, but its config.json calls for {list(t.shape)}"
             return len(wanted), words
@@ -183,35 +183,35 @@ def mismatch(there, names, m, form):
 def check_tensors(folder, config, m, form):
     """{name: `Stored`} of a folder's tensors. Raises UserError, which names a tensor, unless these are exactly the
     tensors of the utils.Model `m` that its `config` describes."""
-    there = files_of(folder)
-    names = needed(there, form)
-    _, wrong = mismatch(there, names, m, form)
+    stored = files_of(folder)
+    names = needed(stored, form)
+    _, wrong = mismatch(stored, names, m, form)
     if wrong:
-        advice = wrong_entries(config, there, names, m, form)
+        advice = wrong_entries(config, stored, names, m, form)
         raise UserError(f"{folder}: tensor {wrong}{advice}.")
     for t in filled(form.tensors(m)):
-        name = name_in(there, t.name, form)
-        dtype = there[name].dtype
+        name = name_in(stored, t.name, form)
+        dtype = stored[name].dtype
         if dtype not in READABLE:
             raise UserError(
                 f"{folder}: tensor {name} is {dtype}; supported are {', '.join(sorted(READABLE))}."
             )
-    return there
+    return stored
 
 
-def wrong_entries(config, there, names, m, form):
+def wrong_entries(config, stored, names, m, form):
     """Advice after the message that a tensor does not fit: the entries of config.json with whose values all tensors
     would fit if one value were another, or else more tensors than now. "" where there is none."""
-    fitting, _ = mismatch(there, names, m, form)
+    fitting, _ = mismatch(stored, names, m, form)
     found = {}  # {number of tensors that fit: {entry: its value}}
-    for entry, values in other_values(config, there, names, m, form).items():
+    for entry, values in other_values(config, stored, names, m, form).items():
         same = {entry, *(name for name, other in form.equal.items() if other == entry)}
         for value in values:
             try:
                 other = model_of(config | dict.fromkeys(same & config.keys() | {entry}, value), "")
             except UserError:
                 continue
-            number, _ = mismatch(there, names, other, form)
+            number, _ = mismatch(stored, names, other, form)
             found.setdefault(number, {}).setdefault(entry, value)
     most = max(found, default=0)
     if most <= fitting:
@@ -224,17 +224,17 @@ def wrong_entries(config, there, names, m, form):
     return f"; its {', or its '.join(words)}"
 
 
-def other_values(config, there, names, m, form):
+def other_values(config, stored, names, m, form):
     """{entry of config.json: values to try}: small numbers, the sizes and the numbers of the folder's tensors, and what
-    would turn a size that `m` calls for into the size that is there."""
+    would turn a size that `m` calls for into the size that is stored."""
     sizes = set(range(9)) | counts(names)  # small ones: of shared experts, of heads of keys
-    changes = set()  # (size that is there, size that m calls for)
+    changes = set()  # (size that is stored, size that m calls for)
     for name in names:
-        sizes.update(there[name].shape)
-    for t in itertools.islice(filled(form.tensors(m)), len(there)):
-        name = name_in(there, t.name, form)
-        if name in there:
-            changes.update(zip(there[name].shape, t.shape))
+        sizes.update(stored[name].shape)
+    for t in itertools.islice(filled(form.tensors(m)), len(stored)):
+        name = name_in(stored, t.name, form)
+        if name in stored:
+            changes.update(zip(stored[name].shape, t.shape))
     values = {"model_type": form.model_types}
     for entry, flag in form.entries.items():
         flag_type = type(getattr(utils.Model(), flag))
@@ -261,9 +261,9 @@ def counts(names):
     return {min(column) for column in columns} | {max(column) + 1 for column in columns}
 
 
-def read_tensor(there, name):
+def read_tensor(stored, name):
     """numpy array of a tensor in a folder. Raises UserError where a number is not finite in float32."""
-    path = there[name].path
+    path = stored[name].path
     with safe_open(path, "numpy") as f:
         x = f.get_tensor(name)
     with np.errstate(over="ignore"):
@@ -278,13 +278,13 @@ def load_params(folder, abstract):
     config = read_json(folder, "config.json")
     _, form = format_of_config(config, os.path.join(folder, "config.json"))
     m = model_of(config, folder)
-    there = check_tensors(folder, config, m, form)
+    stored = check_tensors(folder, config, m, form)
     if m.tied:
-        check_head_is_tied(folder, there, form, m)
+        check_head_is_tied(folder, stored, form, m)
     params = jax.tree.map(lambda a: jnp.zeros(a.shape, device=a.sharding), abstract)
     for t in filled(form.tensors(m)):
-        name = name_in(there, t.name, form)
-        part = t.ours(read_tensor(there, name))
+        name = name_in(stored, t.name, form)
+        part = t.ours(read_tensor(stored, name))
         *parents, last = t.leaf
         node = functools.reduce(dict.__getitem__, parents, params)
         leaf = node[last]
@@ -299,13 +299,13 @@ def load_params(folder, abstract):
     return params
 
 
-def check_head_is_tied(folder, there, form, m):
+def check_head_is_tied(folder, stored, form, m):
     """Raises UserError where the files hold a head that is not the embedding."""
-    rows = name_in(there, next(form.tensors(m)).name, form)
-    head = name_in(there, HEAD, form)
-    if head not in there:
+    rows = name_in(stored, next(form.tensors(m)).name, form)
+    head = name_in(stored, HEAD, form)
+    if head not in stored:
         return
-    pair = [read_tensor(there, name) for name in (head, rows)]
+    pair = [read_tensor(stored, name) for name in (head, rows)]
     if not np.array_equal(*pair):
         raise UserError(
             f"{folder}: tensor {head} is not {rows}, though its config.json ties them; tie_word_embeddings must be "

@@ -38,7 +38,7 @@ def write(run, rows, name="metrics.jsonl"):
     with open(os.path.join(run.folder, name), "w") as f:
         f.write(rows if isinstance(rows, str) else lines(*rows))
     run.refresh()
-    return run.about["state"], run.about["words"]
+    return run.summary["state"], run.summary["words"]
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_a_bucket_is_read_as_it_grows(bucket, folder):
         fs.pipe_file(f"{address}/deep/run/metrics.jsonl", written.encode())
         (run,) = runs.refresh().values()
         assert run.name == "deep/run" and [row["step"] for row in run.rows] == [*range(1, n + 1)]
-        assert run.about["state"] != "bad"
+        assert run.summary["state"] != "bad"
 
 
 def test_the_parts_of_a_run_in_a_bucket_are_read_as_they_come(run):
@@ -163,31 +163,31 @@ def test_overfitting_is_said_with_the_best_checkpoint_that_there_is(run, monkeyp
     state, words = write(run, rows)
     assert state == "overfit" and words.startswith("Finished at step 100 of 100")
     assert words.endswith(f"{FOUND.words}.") and run.checkpoint() is None
-    assert run.about["held_out"] == (100, 3.34) and run.about["best"] == (40, 3.21)
+    assert run.summary["held_out"] == (100, 3.34) and run.summary["best"] == (40, 3.21)
     for step, end in (
         (60, "step 60 is the best checkpoint, at 3.2500."),
         (40, "step 40 is the best checkpoint."),
     ):
         os.makedirs(f"{run.folder}/checkpoints/{step}")
         run.refresh()
-        assert run.about["words"].endswith(f"{FOUND.words}; {end}")
+        assert run.summary["words"].endswith(f"{FOUND.words}; {end}")
     os.makedirs(f"{run.folder}/checkpoints/100")
     assert run.checkpoint() == 40
     state, words = write(run, [one for one in rows if one["step"] <= 80])
-    assert state == "well" and "verfit" not in words and run.about["best"] == (40, 3.21)
+    assert state == "well" and "verfit" not in words and run.summary["best"] == (40, 3.21)
     assert run.checkpoint() == 100, "the newest"
 
 
 def test_the_time_left_is_that_of_the_last_steps_at_their_pace(run):
     slow = [row(n, time=10.0 * n, resumed=0) for n in range(1, 11)]
     write(run, slow)
-    assert run.about["left"] == "15m00s left, once it resumes"
+    assert run.summary["left"] == "15m00s left, once it resumes"
     write(run, [*slow, *(row(n, time=500.0 + n, resumed=1) for n in range(11, 41))])
-    assert run.about["left"].startswith("1m00s left")
+    assert run.summary["left"].startswith("1m00s left")
     write(run, [*slow, row(11, time=500.0, resumed=1)])
-    assert run.about["left"] == "", "one step has no pace"
+    assert run.summary["left"] == "", "one step has no pace"
     write(run, [row(100)])
-    assert run.about["left"] == ""
+    assert run.summary["left"] == ""
 
 
 def test_a_run_that_saved_all_and_ended_is_stopped_until_another_process_begins(run, monkeypatch):
@@ -238,7 +238,7 @@ def hostile(folder, tmp_path):
 
 def test_no_run_hides_another(hostile):
     runs = page.Runs([str(hostile), str(hostile / "none"), str(hostile / "run")])
-    shown = {run.name.removeprefix(f"{hostile}/"): run.about for run in runs.refresh().values()}
+    shown = {run.name.removeprefix(f"{hostile}/"): run.summary for run in runs.refresh().values()}
     bad = {name: about["words"] for name, about in shown.items() if about["state"] == "bad"}
     sound = set(map(page.printable, NAMES))
     assert shown.keys() - bad.keys() == sound and len(bad) == len(page.SMALL) + 4
@@ -261,11 +261,11 @@ def test_a_run_whose_storage_does_not_answer_hides_no_other(hostile, monkeypatch
     monkeypatch.setattr(page, "read_json", slow)
     for _ in range(3):
         found = runs.refresh()
-        assert found["constructor"].about["words"] == "Its storage does not answer."
-        assert found["toString"].about["n"] == 8
+        assert found["constructor"].summary["words"] == "Its storage does not answer."
+        assert found["toString"].summary["n"] == 8
     assert len(asked) == 1, "nobody asks it again meanwhile"
     answer.set()
-    wait_for(lambda: runs.refresh()["constructor"].about["n"] == 8)
+    wait_for(lambda: runs.refresh()["constructor"].summary["n"] == 8)
 
 
 def test_the_script_shows_runs_and_metrics_of_any_name(hostile):

@@ -51,7 +51,7 @@ def test_a_profile_changes_no_number_and_each_part_of_a_run_has_its_own(runs, tm
     assert metrics_of(runs / "traced")[:8] == metrics_of(runs / "plain")
     assert sorted(os.listdir(runs / "traced" / profiling.FOLDER)) == ["steps-2-4", "steps-7-8"]
     newest = trace.open_trace(str(runs / "traced"))
-    assert newest.about["steps"] == [7, 8] and trace.Shares(newest).steps == 2
+    assert newest.facts["steps"] == [7, 8] and trace.Shares(newest).steps == 2
     # as two processes write it
     newest.folder = str(shutil.copytree(newest.folder, tmp_path / "both"))
     shutil.copy(tmp_path / "both/process-0.xplane.pb", tmp_path / "both/process-1.xplane.pb")
@@ -92,9 +92,9 @@ def test_the_plan_stands_beside_it(measured):
     estimate = costs.estimate(first.cfg, machines.machine_of(jax.devices()))
     assert rows["matrix products"][2] == pytest.approx(estimate.flops, rel=0.1)
     assert all(rows[f"links of {axis}"][2] > 0 for axis in ("dp", "pp", "tp"))
-    about = first.about | dict(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")
+    facts = first.facts | dict(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")
     of_program = trace.compare_with_plan(
-        trace.Trace(first.folder, about, first.cfg, first.text), found
+        trace.Trace(first.folder, facts, first.cfg, first.text), found
     )
     assert of_program["step"][1] > 0 and of_program["links of dp"][1] > 0
 

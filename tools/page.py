@@ -131,7 +131,7 @@ SMALL = "config.json", "plan.json", "samples.txt", "ended.json", LOCK
 class Run:
     """A run directory as it grows: its config.json, its plan.json if it has one, and the rows of its metrics.jsonl.
 
-    version: changes when rows that were read before may have changed. about: the facts that the page lists.
+    version: changes when rows that were read before may have changed. summary: what the page lists of the run.
     """
 
     def __init__(self, folder, name):
@@ -176,9 +176,9 @@ class Run:
 
     def set_status(self, state, words, **found):
         """Set the state and the sentence that the page lists for the run. found: from `_measured`."""
-        about = dict(name=self.name, version=self.version, n=len(self.rows))
-        about |= dict(state=state, words=words, started=self.started, keys=[], spent={})
-        self.about = about | found
+        summary = dict(name=self.name, version=self.version, n=len(self.rows))
+        summary |= dict(state=state, words=words, started=self.started, keys=[], spent={})
+        self.summary = summary | found
 
     def _check_files(self):
         """Raises UserError for a local file whose reading would never end, such as a pipe, or would fill the memory."""
@@ -253,11 +253,11 @@ class Run:
     def checkpoint(self):
         """Step of the checkpoint that is sampled: the best of a run that overfits, else the newest; None without one.
         Raises UserError."""
-        there = checkpoint_steps(self.folder)
-        saved = [one for one in self.evaluations if one.step in there]
+        steps = checkpoint_steps(self.folder)
+        saved = [one for one in self.evaluations if one.step in steps]
         if self.overfit and saved:
             return min(saved, key=lambda one: one.held_out).step
-        return next(iter(there), None)
+        return next(iter(steps), None)
 
     def _overfit_words(self):
         """A sentence on a run that overfits, with its best checkpoint."""
@@ -465,8 +465,8 @@ class Answers:
         return run
 
     def list(self, _):
-        """The facts about all runs."""
-        return as_json([run.about for run in self.runs.refresh().values()])
+        """The summaries of all runs."""
+        return as_json([run.summary for run in self.runs.refresh().values()])
 
     def rows(self, request):
         """Columns of a run's rows: for each metric `key` its values in every `every`-th row.
@@ -500,8 +500,8 @@ class Answers:
             with contextlib.suppress(UserError, OSError):  # a damaged run has no checkpoint to use
                 step = run.checkpoint()
                 if step is not None:
-                    about = dict(object="model", created=0, owned_by=f"step {step}")
-                    found[run.name] = dict(id=run.name, **about)
+                    model = dict(object="model", created=0, owned_by=f"step {step}")
+                    found[run.name] = dict(id=run.name, **model)
         return found
 
     def models(self, _):
@@ -511,10 +511,10 @@ class Answers:
     def model(self, request):
         """One model, in OpenAI's format. Raises `Refused`."""
         name = request.path_params["name"]
-        about = self.known_models().get(name)
-        if about is None:
+        model = self.known_models().get(name)
+        if model is None:
             raise self.no_model(name)
-        return as_json(about)
+        return as_json(model)
 
     def run_of_model(self, name):
         """The Run that a request names as its model. Raises `Refused`."""
@@ -556,13 +556,13 @@ class Answers:
         run = await run_in_threadpool(self.run_of_model, asked.model)
         answer = self.engine.answer(asked, run.folder)
         await answer.next()  # until the prompts are accepted
-        about = dict(id=f"cmpl-{secrets.token_hex(12)}", object="text_completion")
-        about |= dict(created=int(time.time()), model=run.name)
+        response = dict(id=f"cmpl-{secrets.token_hex(12)}", object="text_completion")
+        response |= dict(created=int(time.time()), model=run.name)
         if asked.stream:
-            return StreamingResponse(stream(answer, about), media_type="text/event-stream")
+            return StreamingResponse(stream(answer, response), media_type="text/event-stream")
         choices = [piece async for piece in answer.pieces()]
-        about["choices"] = sorted(choices, key=lambda choice: choice["index"])
-        return as_json(about | dict(usage=answer.usage()))
+        response["choices"] = sorted(choices, key=lambda choice: choice["index"])
+        return as_json(response | dict(usage=answer.usage()))
 
 
 def flags_of(config):
@@ -602,17 +602,17 @@ async def body_of(http):
     raise Refused(413, f"The body must have at most {MOST_BYTES:,} bytes.")
 
 
-async def stream(answer, about):
+async def stream(answer, response):
     """Yield the pieces of an answer as server-sent events, followed by its usage where the request asks for it."""
     options = answer.asked.stream_options
     counts = options is not None and options.include_usage
     if counts:
-        about = about | dict(usage=None)
+        response = response | dict(usage=None)
     try:
         async for piece in answer.pieces():
-            yield f"data: {to_json(about | dict(choices=[piece]))}\n\n"
+            yield f"data: {to_json(response | dict(choices=[piece]))}\n\n"
         if counts:
-            yield f"data: {to_json(about | dict(choices=[], usage=answer.usage()))}\n\n"
+            yield f"data: {to_json(response | dict(choices=[], usage=answer.usage()))}\n\n"
         yield "data: [DONE]\n\n"
     except Refused as e:
         yield f"data: {to_json(e.body)}\n\n"

@@ -70,12 +70,12 @@ class Operation(NamedTuple):
 
 
 class Trace:
-    """A trace and the optimized HLO of its step. about: facts about the run, as `profiling.Profile` wrote them. text:
+    """A trace and the optimized HLO of its step. facts: those about the run, as `profiling.Profile` wrote them. text:
     the HLO."""
 
-    def __init__(self, folder, about, cfg, text):
+    def __init__(self, folder, facts, cfg, text):
         self.folder = folder
-        self.about = about
+        self.facts = facts
         self.cfg = cfg
         self.text = text
         self.program = re.match(r"HloModule ([\w.\-]+)", text)[1]
@@ -114,7 +114,7 @@ class Trace:
         if collective in hlo.COLLECTIVES:
             axes, _ = hlo.group_axes(op, mesh)
             return axes and plan.links_of(axes, collective)
-        across = hlo.slow_axis(mesh, self.about["slices"])
+        across = hlo.slow_axis(mesh, self.facts["slices"])
         return plan.links_of([across], hlo.ACROSS) if collective in ("send", "recv") else ""
 
 
@@ -122,7 +122,7 @@ def open_trace(run, name=""):
     """The `Trace` of a run directory with that name; "": the newest. Raises UserError where there is none."""
     folder = os.path.join(run, profiling.FOLDER)
     known = {one: read_json(folder, one, "about.json") for one in sorted(names_in(folder))}
-    known = {one: about for one, about in known.items() if about}  # about.json is written last
+    known = {one: facts for one, facts in known.items() if facts}  # about.json is written last
     if not known:
         raise UserError(f"{run}: holds no whole trace; train with --profile FIRST:LAST.")
     name = name or max(known, key=lambda one: known[one]["written"])
@@ -149,7 +149,7 @@ def events_by_device(data, trace):
     found = defaultdict(list)
     lines = [(plane, line) for plane in data.planes for line in plane.lines]
     for plane, line in lines:
-        if not re.match(DEVICES[trace.about["platform"]], f"{plane.name} {line.name}"):
+        if not re.match(DEVICES[trace.facts["platform"]], f"{plane.name} {line.name}"):
             continue
         for event in line.events:
             stats = dict(event.stats)
@@ -209,7 +209,7 @@ class Shares:
         # {links: seconds} of communication during which the device computes
         self.hidden = Counter()
         self.operations = Counter()  # {Operation: seconds}
-        first, last = trace.about["steps"]
+        first, last = trace.facts["steps"]
         self.steps = last - first + 1
         runs = []  # of each device: (events, its steps)
         for events in events_of_devices(trace):
@@ -254,11 +254,11 @@ def compare_with_plan(trace, found):
     measured[PRODUCTS] = found.products
     measured["memory"] = found.step - waited - found.products
     measured["step"] = found.step
-    about = trace.about
-    device_kind = about["device_kind"]
+    facts = trace.facts
+    device_kind = facts["device_kind"]
     n = math.prod(trace.cfg.run.n_device_axis)
     machine = machines.machine_of_kind(
-        device_kind, about["platform"], n, about["processes"], about["slices"]
+        device_kind, facts["platform"], n, facts["processes"], facts["slices"]
     )
     # 0, 0: bytes of memory, which this report does not show
     of_program = plan.make_plan(trace.cfg, machine, machines.Compiled(trace.text, 0, 0))
@@ -289,8 +289,8 @@ def report(trace, found):
         amount = f"{work / 1e9:,.2f} GFLOP" if part == PRODUCTS else size(work or 0)
         row["in the program"] = amount if work else "-"
         rows.append(row)
-    return f"""{trace.folder}: {found.steps} steps from step {trace.about["steps"][0]} on, {found.devices} of \
-{math.prod(mesh)} x {trace.about["device_kind"]}, mesh (dp, pp, tp) = {mesh}
+    return f"""{trace.folder}: {found.steps} steps from step {trace.facts["steps"][0]} on, {found.devices} of \
+{math.prod(mesh)} x {trace.facts["device_kind"]}, mesh (dp, pp, tp) = {mesh}
 
 {share_table("a step", shares, found.step)}
 

@@ -34,10 +34,10 @@ WILDCARD = re.compile(r"[*?\[]")
 def literal_part(fs, path):
     """The part of a path or glob before its first wildcard. A file or folder whose own name holds a wildcard character
     belongs to it."""
-    there = path
-    while WILDCARD.search(there) and not fs.exists(there):
-        there = os.path.dirname(there)
-    return there + WILDCARD.split(path.removeprefix(there))[0]
+    literal = path
+    while WILDCARD.search(literal) and not fs.exists(literal):
+        literal = os.path.dirname(literal)
+    return literal + WILDCARD.split(path.removeprefix(literal))[0]
 
 
 def find(source):
