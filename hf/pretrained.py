@@ -91,8 +91,10 @@ def weight_files(folder):
 
 def files_of(folder):
     """{name of tensor: `Stored`} of a folder's safetensors. Raises UserError for files that are missing or torn."""
-    files, found, left_over = weight_files(folder), {}, {}
+    files = weight_files(folder)
     owner = weight_map(folder)
+    found = {}
+    left_over = {}
     if files == [WHOLE]:
         warn_of_others(folder, owner)
         owner = {}
@@ -100,7 +102,8 @@ def files_of(folder):
         path = os.path.join(folder, file)
         for name, tensor in headers(path):
             if owner.get(name, file) != file:
-                left_over[name] = path  # of another saving: the index has the tensor elsewhere
+                # left from an earlier save: the index has the tensor in another file
+                left_over[name] = path
                 continue
             if name in found:
                 raise UserError(
@@ -135,7 +138,7 @@ def headers(path):
             for name in f.keys():
                 tensor = f.get_slice(name)
                 yield name, Stored(path, tuple(tensor.get_shape()), tensor.get_dtype())
-    except Exception as e:  # safetensors has an error of its own, and others
+    except Exception as e:  # safetensors raises errors of its own and others
         raise UserError(f"{path} cannot be read ({e}); copy it again.") from None
 
 
@@ -146,13 +149,13 @@ def name_in(stored, name, form):
 
 
 def filled(tensors):
-    """Those of the tensors that are not empty."""
+    """The tensors that are not empty."""
     return (t for t in tensors if math.prod(t.shape))
 
 
 def needed(stored, form):
-    """Names of the folder's tensors that the model must have a place for. Copies of others need none, and layers of
-    multi-token prediction only serve training."""
+    """Names of the folder's tensors that the model must have parameters for. Copies of other tensors need none, and
+    neither do layers of multi-token prediction, which only serve training."""
     predictors = tuple(name.removesuffix("eh_proj.weight") for name in stored if "eh_proj" in name)
     names = [name for name in stored if not name.startswith(predictors)]
     return [
