@@ -348,11 +348,12 @@ DECODED = ARCHITECTURES | dict(
 )
 NO_SHARED = DEEPSEEK | dict(n_shared=0)
 CONVOLUTIONS = dict(embedding_conv=2, latent_conv=3)
-CACHED = [CONVOLUTIONS | dict(layers_per_block=2, embedding_norm=True, capacity_factor=0.5)]
-CACHED += (ARCHITECTURES | dict(deepseek=NO_SHARED)).values()
+BLOCKS_OF_TWO = dict(layers_per_block=2, embedding_norm=True, capacity_factor=0.5)
+CACHED = dict(convolutions=CONVOLUTIONS | BLOCKS_OF_TWO)
+CACHED |= ARCHITECTURES | dict(deepseek=NO_SHARED)
 
 
-@pytest.mark.parametrize("flags", CACHED)
+@pytest.mark.parametrize("flags", CACHED.values(), ids=CACHED)
 def test_decoding_with_a_cache_gives_the_scores_of_the_full_forward_pass(flags):
     """Of prompts of different lengths, on a mesh the scores of one device; no token is dropped. The cache holds a
     token's latent and its rotary key, if any, or its keys and values; its id where the embedding looks back."""
