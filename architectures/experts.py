@@ -46,8 +46,8 @@ def measure(scores, chosen):
     """What is logged of each layer's router: {name: [n] or [n, ...]} of n tokens, float32 or int.
 
     It is summed over the tokens of a step. `load`, how many of a token's choices fell on each expert, also moves the
-    routers' biases. Whatever else is added here is logged as router/NAME_LAYER, the mean over tokens.
-    scores [n, E], chosen [n, k].
+    routers' biases. Whatever else is added here is logged as router/NAME_LAYER, the mean over tokens; it has no
+    gradient. scores [n, E] are above 0 or may round to it, and not every router's add up to 1; chosen [n, k].
     """
     hot = chosen[..., None] == jnp.arange(scores.shape[-1])
     return dict(load=hot.sum(1))

@@ -120,7 +120,7 @@ def test_a_bad_step_counts_in_the_rate_applied_and_logged_and_changes_nothing_el
     def no_gradient(gradient, state, tokens, targets):
         zero = jnp.where((state.step == bad).any(), jnp.nan, 0.0)
         load = jnp.arange(8.0)[None]  # which a sound step balances
-        seen = model.Metrics(*jnp.ones(2), load=load, dropped=0.0)
+        seen = model.Metrics(*jnp.ones(2), dropped=0.0, measured=dict(load=load))
         return (1 + zero, seen), jax.tree.map(lambda x: zero + 0 * x, state.params)
 
     monkeypatch.setattr(train_step, "accumulate_gradient", no_gradient)
