@@ -240,7 +240,7 @@ def routed_experts(p, x, m, split, router):
         scores, chosen, gates = router(p, x.astype(jnp.float32), m)
     gates = gates.astype(x.dtype)
     of_tokens = measure(scores, chosen)
-    measured = {name: x.sum(0).astype(jnp.float32) for name, x in of_tokens.items()}
+    measured = {name: each.sum(0).astype(jnp.float32) for name, each in of_tokens.items()}
 
     dropped = jnp.int32(0)
     if m.experts == "tiles":

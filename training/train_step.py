@@ -37,6 +37,7 @@ def make_train_step(cfg, mesh):
     arch = architecture_of(cfg)
 
     def train_step(state, tokens, targets, numbers):
+        # From here on the configuration holds the step's inputs, traced arrays, in place of its numbers.
         now = utils.replace(cfg, **numbers)
         gradient = jax.value_and_grad(model.make_loss(now, mesh, train=True), has_aux=True)
         # With jit it is traced only once, although it is used twice: for its shapes and for its values. With inline the
