@@ -4,8 +4,8 @@ Comes before: `model.py`, `architectures/` and `training/muon.py`, which call th
 hand, `training/optimizer.py`.
 
 A collective is an operation in which devices exchange arrays. All of them run inside `shard_map`: shapes are local,
-those of the array that one device holds. The transpose is what the backward pass runs in its place. No other file
-calls the collectives of `jax.lax`.
+those of the array that one device holds. The transpose is what the backward pass runs in its place. The collectives of
+`jax.lax` are called here and, for TPUs, in `kernels/xla_tpu.py`, nowhere else.
 """
 
 import functools

@@ -93,7 +93,7 @@ def split_over_tp(cfg, dim):
 
 
 def out_param(cfg, H, channels, std):
-    """`Param` of the projection of the outputs of H heads, each of so many channels, back into the residual."""
+    """`Param` of the projection of the outputs of H heads, all of the same width, back into the residual."""
     sizes = dict(h=H, k=channels, d=cfg.model.model_dimension)
     return weight_param(cfg, sizes, std, "h k -> d", stored_along="d", **split_over_tp(cfg, "h"))
 

@@ -1,8 +1,8 @@
 """What other programs call the flags here: nanoGPT, nanochat, Hugging Face, torchtitan, MaxText and lm_eval.
 
-Whoever gives such a flag is told what it is here. foreign_flags.txt has pairs of lines: names that other programs use,
-then what is said of them. The sentence fits a program that has each flag that it names (--FLAG, or MODEL for the
-argument of that name); where several pairs have a name, the first whose sentence fits is said.
+Whoever gives such a flag gets an answer: what it is called here. foreign_flags.txt has pairs of lines: first names that
+other programs use, then the answer. An answer fits a program that has each flag that it names (--FLAG, or MODEL for the
+argument of that name). Where several pairs have a name, the first whose answer fits is given.
 """
 
 import os

@@ -41,7 +41,7 @@ def model_dtype(flags, found):
 
 
 def tell_dtype(flags, settled, found):
-    """What `model_dtype` changed, or did not since a flag says so."""
+    """What `model_dtype` changed, or would have changed had no flag been given."""
     device = chips.in_float32_only(found.device_kind)
     if not device or "model_dtype" in found.stored or flags.cfg.model.model_dtype != "bfloat16":
         return ""
