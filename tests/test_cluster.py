@@ -763,7 +763,7 @@ def test_a_frozen_process_is_found(flags, tmp_path):
     assert first.returncode == 75, said
     assert "watchdog: training of step" in said and "Thread 0x" in said, said
     # the other one froze before it sent its part of a step, or its part of what they agree on after one
-    assert "in fetch" in said or "in agreed" in said, said
+    assert "in finish_step" in said or "in agreed" in said, said
 
 
 def test_slices_lie_along_dp_or_pp():
