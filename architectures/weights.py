@@ -9,8 +9,8 @@ for their cotangent, which passes through all layers in the backward pass and co
 `take`). No other file knows of them: everywhere else `LayerWeights` are parameters, found by their kind of layer and
 their index.
 
-Gain, by the TPU compiler: 0.08 s of a step of 0.5 s of `moe1b` on (8, 2, 2) of v4:2x4x4, and sums in float32 without a
-float32 copy of the weights.
+Gain, by the TPU compiler: a step of `moe1b` on (8, 2, 2) of v4:2x4x4 takes 0.481 s. With jax's own transposes it takes
+0.520 s, for more passes over memory.
 """
 
 import functools

@@ -59,7 +59,7 @@ def test_the_flags_suffice_where_the_formulas_are_off(off):
     too_large = machines.TooLarge(given + taken, chip.memory)
     refused = plan.make_plan(cfg, tight, refused=too_large)
     assert refused.memory.total == pytest.approx(given + taken) and min(refused.memory) >= 0
-    new, needs = advice.smaller(refused)
+    new, needs = advice.find_smaller(refused)
     found = plan.make_plan(new, tight).memory
     unseen = (max(1, off) - 1) * found.working
     assert needs == pytest.approx(found.total + unseen) and needs < chip.memory
