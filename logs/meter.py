@@ -55,8 +55,10 @@ class Goodput:
         """Count the length of a `with` block as this part; the part before continues after it."""
         before = self.part
         self.enter(part)
-        yield
-        self.enter(before)
+        try:
+            yield
+        finally:
+            self.enter(before)
 
     def waited(self, seconds):
         """Move that many seconds from the steps to waiting for data."""

@@ -398,14 +398,16 @@ class Watchdog:
         outer = self.now
         entered = time.monotonic()
         self.enter(name, step)
-        yield
-        ended = time.monotonic()
-        _, _, start = self.now
-        self.took.setdefault(name, deque(maxlen=99)).append(ended - start)
-        if outer:
-            name, step, start = outer
-            outer = (name, step, start + ended - entered)
-        self.now = outer
+        try:
+            yield
+        finally:  # also after an error: what saves the run then may take longer than --stuck_limit
+            ended = time.monotonic()
+            _, _, start = self.now
+            self.took.setdefault(name, deque(maxlen=99)).append(ended - start)
+            if outer:
+                name, step, start = outer
+                outer = (name, step, start + ended - entered)
+            self.now = outer
 
     def enter(self, name, step):
         """Start an activity."""

@@ -519,6 +519,26 @@ def test_storage_that_does_not_answer_is_told_while_it_is_waited_for(capsys, clo
     assert capsys.readouterr().err.count("\n") <= 1
 
 
+def test_an_activity_that_fails_is_over(monkeypatch):
+    """The watchdog does not count what saves the run after an error, and one inside another only interrupts it."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(processes.time, "monotonic", lambda: clock.now)
+    watchdog = processes.Watchdog(SimpleNamespace(run=SimpleNamespace(stuck_limit=100)))
+    watchdog.over.set()
+    with pytest.raises(ValueError), watchdog.during("training", 7):
+        clock.now += 5
+        with watchdog.during("evaluation", 7):
+            clock.now += 50
+        assert watchdog.now == ("training", 7, 50.0)
+        clock.now += 2
+        raise ValueError
+    assert watchdog.now is None
+    assert {name: list(took) for name, took in watchdog.took.items()} == {
+        "evaluation": [50],
+        "training": [7],
+    }
+
+
 def error_of(status):
     return type("HttpError", (Exception,), dict(code=status))()
 
