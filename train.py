@@ -409,10 +409,10 @@ def finish_saving(run, now):
     for _ in range(TRIES):
         with run.phases("checkpoint", now.step):
             run.checkpoints.finish()
-        if run.checkpoints.saved == now.step or not is_remote(run.cfg.run.folder):
-            return
-        say(f"checkpoint {now.step} is tried again in {PAUSE} s")
-        time.sleep(PAUSE)
+            if run.checkpoints.saved == now.step or not is_remote(run.cfg.run.folder):
+                return
+            say(f"checkpoint {now.step} is tried again in {PAUSE} s")
+            time.sleep(PAUSE)
         save(run, now)
 
 
