@@ -22,7 +22,7 @@ from data.encoding import encode_text
 from inference import decoding
 from inference.scores import Piece, length_for, make_scorer
 from runtime.messages import UserError, first_line, nearest, say
-from shards.tokenization import HubTokenizer, check_ids, special_tokens, text_of, whole_characters
+from shards.tokenization import HubTokenizer, check_ids, ordinary, text_of, whole_characters
 from training.sizes import val_batch_shape
 from training.train_state import abstract_params, arranger
 
@@ -80,7 +80,6 @@ class TaskModel(TemplateLM):
         in_order = utils.replace(cfg, pp_interleave=1)
         self.arrange = arranger(cfg, abstract_params(in_order, mesh))
         self.stream = functools.cache(functools.partial(decoding.make_stream, in_order, mesh))
-        self.special = special_tokens(encoding)
         self.eot_token_id = encoding.eot_token
         self.prefix_token_id = getattr(encoding, "bos_token", encoding.eot_token)
 
@@ -175,7 +174,7 @@ class TaskModel(TemplateLM):
         """(text of the generated tokens up to its end, whether that end was reached)."""
         before = list(itertools.takewhile(lambda token: token not in self.ends, tokens))
         ended = len(before) < len(tokens)
-        text = text_of(self.encoding, [token for token in before if token not in self.special])
+        text = text_of(self.encoding, ordinary(self.encoding, before))
         for string in filter(None, until):
             ended = ended or string in text
             text = text.split(string)[0]

@@ -252,12 +252,19 @@ def content_sha256(encoding):
     return hashlib.sha256(dump_ranks(encoding._mergeable_ranks)).hexdigest()
 
 
+@functools.cache
 def special_tokens(encoding):
     """The ids of a tokenizer's special tokens. No text is encoded as one of them."""
     if isinstance(encoding, HubTokenizer):
         added = encoding.tokenizer.get_added_tokens_decoder()
         return {number for number, token in added.items() if token.special}
     return set(encoding._special_tokens.values())
+
+
+def ordinary(encoding, ids):
+    """The token ids without special tokens. Only these make the text of an answer, as in transformers and vLLM."""
+    special = special_tokens(encoding)
+    return [token for token in ids if token not in special]
 
 
 def byte_letters():

@@ -224,13 +224,50 @@ def make_run(folder, **flags):
         return 3 * x + (0 if of_tokens else rng.normal(0, 0.02, x.shape).astype("f4"))
 
     params = jax.tree_util.tree_map_with_path(louder, make_params(cfg, mesh))
+    return save_run(folder, cfg, params, ranks), cfg, mesh, params
+
+
+def save_run(folder, cfg, params, tokenizer):
+    """Write the run directory `folder`/run with these parameters and the tokenizer of a file."""
     checkpoints = Checkpoints(str(folder / "run/checkpoints"), keep=1)
     checkpoints.save(0, {"params": params}, 0, {})
     checkpoints.close()
     config = utils.flatten(cfg) | dict(data_fingerprint="x")
-    config["encoding"] = tokenization.copy_tokenizer(str(folder / "run"), str(ranks))
+    config["encoding"] = tokenization.copy_tokenizer(str(folder / "run"), str(tokenizer))
     (folder / "run" / "config.json").write_text(json.dumps(config))
-    return folder / "run", cfg, mesh, params
+    return folder / "run"
+
+
+# What the model of `run_with_special_tokens` draws after "a": <pad>, b, the first byte of é, <mark>, the second one, c
+# and the end of text
+DRAWN = [257, *b"b\xc3", 258, *b"\xa9c", 256]
+
+
+def run_with_special_tokens(folder):
+    """A run directory with a model that draws `DRAWN` after "a". Two of these are special tokens, <pad> and <mark>.
+
+    Its layers add nothing to a token's embedding, in whose direction the head has the row of the token that follows.
+    """
+    from tools import hf  # here: few tests have it
+
+    ranks, tokenizer = folder / "bytes.tiktoken", folder / "tokenizer.json"
+    ranks.write_bytes(tokenization.dump_ranks(BYTE_RANKS))
+    made = hf.byte_level(tokenization.load_tokenizer(str(ranks)))
+    made.add_special_tokens(["<pad>", "<mark>"])
+    made.save(str(tokenizer))
+    cfg = small_config(blocks=1, layers_per_block=1, vocab_size=259, tied=False)
+    rng = np.random.default_rng(0)
+
+    def fill(path, x):
+        if path[0].key == "embedding":
+            return rng.normal(0, 1, x.shape).astype("f4")
+        return np.full(x.shape, "norm" in path[-1].key, np.float32)
+
+    params = jax.tree_util.tree_map_with_path(fill, make_params(cfg, make_mesh(cfg)))
+    before = np.array([ord("a"), *DRAWN[:-1]])
+    direction = params["embedding"][before]
+    params["head"][DRAWN] = direction / np.linalg.norm(direction, axis=1, keepdims=True)
+    return save_run(folder, cfg, params, tokenizer)
 
 
 gpu_compiler = pytest.mark.skipif(not gpus.has_compiler(), reason="pyproject.toml's plan-gpu")

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 pytest.importorskip("starlette", reason="bash setup_tpu.sh page")
-from helpers import make_run
-from page_helpers import SERVED
+from helpers import DRAWN, make_run, run_with_special_tokens
+from page_helpers import SERVED, serving
 from page_helpers import folder as folder
 from page_helpers import served as served
 
@@ -131,6 +131,29 @@ def test_an_echo_has_every_token_of_the_prompt_and_one_that_was_drawn(folder, tm
     (piece,) = asyncio.run(choices())
     assert piece["text"] == "\u8a9ea\ufffd" and piece["finish_reason"] == "stop"
     assert all(len(values) == 6 for values in piece["logprobs"].values())
+
+
+def test_special_tokens_that_are_drawn_have_probabilities_and_no_text(tmp_path):
+    """Streamed or not. In a prompt that is echoed they are shown."""
+    run_with_special_tokens(tmp_path)
+    about = dict(model="run", temperature=0, logprobs=0, max_tokens=len(DRAWN))
+    with serving(tmp_path) as address:
+        (choice,) = post(address, about | dict(prompt="a"))[1]["choices"]
+        body = json.dumps(about | dict(prompt="a", stream=True)).encode()
+        request = urllib.request.Request(f"{address}/v1/completions", body, JSON)
+        lines = urllib.request.urlopen(request, timeout=60).read().decode().split("\n\n")
+        echoed = about | dict(prompt=[97, 257], max_tokens=2, echo=True)
+        (echo,) = post(address, echoed)[1]["choices"]
+    pieces = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
+    assert choice["text"] == "".join(piece["text"] for piece in pieces) == "béc"
+    for key, values in [
+        ("tokens", ["<pad>", "b", "\ufffd", "<mark>", "\ufffd", "c", "<|endoftext|>"]),
+        ("text_offset", [0, 0, 1, 1, 1, 2, 3]),
+    ]:
+        assert choice["logprobs"][key] == values, key
+        assert sum((piece["logprobs"][key] for piece in pieces), []) == values, key
+    assert echo["text"] == "a<pad>b\ufffd"
+    assert echo["logprobs"]["text_offset"] == [0, 1, 6, 7]
 
 
 def test_few_tokens_are_the_first_of_many(served):  # noqa: F811

@@ -20,6 +20,7 @@ from helpers import (
     metrics_of,
     random_transformer,
     refusal,
+    run_with_special_tokens,
     start_main,
 )
 from safetensors.numpy import load_file
@@ -205,6 +206,17 @@ def test_an_answer_ends_at_every_eos_token_id(models, tasks_folder, tmp_path, mo
         return answers(found, "local_written")[1]
 
     assert all(texts(0)) and texts([0, *range(512)]) == ["", ""]
+
+
+def test_special_tokens_that_are_drawn_are_no_part_of_an_answer(tmp_path):
+    run = run_with_special_tokens(tmp_path)
+    options = common.Evaluate(model=str(run), n_devices=1, compilation_cache="")
+    cfg, mesh, params, encoding = common.open_model(options, text=True)
+    model = tasks.TaskModel(cfg, mesh, encoding, 1, T)
+    model.params = params
+    for until, text in ((["c"], "bé"), ([], "béc")):
+        request = SimpleNamespace(args=("a", dict(until=until, max_gen_toks=9)))
+        assert model.generate_until([request]) == [text]
 
 
 def test_a_task_draws_with_the_defaults_of_transformers(named_tokenizers):

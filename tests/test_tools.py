@@ -14,7 +14,15 @@ import jax
 import numpy as np
 import pytest
 from families import SMALL_GPT2
-from helpers import BYTE_RANKS, ROOT, describe, make_run, refusal
+from helpers import (
+    BYTE_RANKS,
+    DRAWN,
+    ROOT,
+    describe,
+    make_run,
+    refusal,
+    run_with_special_tokens,
+)
 
 import main
 import train as training_program
@@ -147,6 +155,14 @@ def test_a_special_token_in_a_prompt_is_text_and_a_drawn_one_ends_the_row(run):
     row = sample.Row(encoding, prompt, common.Sample(model="", max_tokens=4))
     row.add([97, 98, 256, 99])
     assert row.unseen == tokenization.END_OF_TEXT + "ab" and row.text == "ab" and row.done
+
+
+def test_special_tokens_that_are_drawn_are_not_shown(tmp_path, capsys):
+    run = run_with_special_tokens(tmp_path)
+    (row,) = continued([run], ("a",))
+    assert row.tokens == DRAWN[:-1] and row.text == "béc" and row.stopped
+    assert capsys.readouterr().out == "abéc\n"
+    assert continued([run], ("a",), stop=("é",))[0].text == "b"
 
 
 TEXT = "naïf 🙂 STO STOP 語\ufffd"

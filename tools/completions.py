@@ -184,13 +184,13 @@ class Continuation:
         """Log probabilities, in OpenAI's format, of the tokens whose text was shown since the last call."""
         row = self.row
         tokens = [*row.prompt, *row.tokens, *row.ending]
-        begin = len(text_of(row.encoding, tokens[: self.first]))
+        begin = len(row.text_before(self.first))
         end = row.prompt_length + len(row.text)
-        before = text_of(row.encoding, tokens[: self.shown])
+        before = row.text_before(self.shown)
         whole = row.done and not row.cut
         found = dict(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         for token in tokens[self.shown :]:
-            after = text_of(row.encoding, tokens[: self.shown + 1])
+            after = row.text_before(self.shown + 1)
             offset = offset_of_last(before, after)
             if offset >= end and not whole:
                 break
@@ -218,8 +218,11 @@ class Continuation:
 def offset_of_last(before, after):
     """Offset of the last token of a text in characters. before, after: the text without and with that token.
 
-    A token that is a part of a character has the offset of that character.
+    A token that is a part of a character has the offset of that character. One without a text, such as a special token
+    that was drawn, has the offset of the text after it.
     """
+    if after == before and not after.endswith("\ufffd"):
+        return len(after)
     if not after.startswith(before):  # `before` ends in a part of a character
         before = before.rstrip("\ufffd")
     return max(0, min(len(before), len(after) - 1))

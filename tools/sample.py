@@ -24,7 +24,7 @@ import utils
 from runtime import interrupts
 from runtime.messages import UserError, say_aside, say_error
 from runtime.pulse import Pulse
-from shards.tokenization import check_ids, longest_token, text_of
+from shards.tokenization import check_ids, longest_token, ordinary, text_of
 from tools import common
 
 if __name__ == "__main__":
@@ -54,7 +54,7 @@ class Row:
         self.options = options
         self.ends = {encoding.eot_token, *ends}
         self.tokens = []  # drawn so far
-        self.text = ""  # text of these, as far as no later token can change it
+        self.text = ""  # text of the ordinary ones, as far as no later token can change it
         self.done = False
         self.ending = []  # the token that ended the sequence, if one did
         self.cut = False  # whether a stop string ended it
@@ -75,7 +75,7 @@ class Row:
         kept = [*itertools.takewhile(lambda token: token not in self.ends, tokens)]
         self.tokens += kept
         self.ending = tokens[len(kept) : len(kept) + 1]
-        text = text_of(self.encoding, self.prompt + self.tokens)[self.prompt_length :]
+        text = self.text_before(len(self.prompt) + len(self.tokens))[self.prompt_length :]
         for string in stop:
             self.cut = self.cut or string in text
             text = text.split(string)[0]
@@ -86,6 +86,11 @@ class Row:
             text = text[: max(0, len(text) - held)]
         self.unseen += text[len(self.text) :]
         self.text = text
+
+    def text_before(self, n):
+        """The text of the first n tokens: all of the prompt's, and the ordinary ones of those that were drawn."""
+        drawn = [*self.tokens, *self.ending][: max(0, n - len(self.prompt))]
+        return text_of(self.encoding, self.prompt[:n] + ordinary(self.encoding, drawn))
 
 
 def print_rows(rows, chunks):
