@@ -25,7 +25,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from runtime import interrupts, locks, platforms
+from runtime import interrupts, launchers, locks, platforms
 from runtime.files import read_file, write_file
 from runtime.messages import Unavailable, UserError, first_line, flush_output, say, say_aside
 
@@ -39,6 +39,7 @@ LOST = "another process of this run was lost; its log says why"
 # Exit statuses of a process, from the best to the worst. Where several processes fail, all end with the worst of their
 # statuses: a supervisor does not restart a process after a UserError, and the restarted ones would wait for that one.
 ENDS = 0, 1, Unavailable.status, UserError.status
+METADATA_PAUSE = 15  # seconds between two questions to the metadata server of a TPU VM
 LINGER = 6  # seconds that process 0 waits for the others to end
 watched = threading.Event()  # set when `end_with_the_first` is no longer needed
 LOOPBACK = "localhost", "127.0.0.1", "[::1]"  # hosts that no other machine can reach
@@ -118,6 +119,14 @@ def join_processes(cfg, shared_settings):
         threading.Thread(target=end_with_the_first, daemon=True).start()
         same_everywhere(shared_settings(), run)
     platforms.find_devices()
+    if several and run.coordinator and jax.process_index() != run.process_id:
+        # A TPU numbers its hosts by itself, and gcloud may list them in another order.
+        raise UserError(
+            f"this host is number {jax.process_index()} of its TPU; leave --coordinator out and jax asks the TPU (in "
+            f"cluster.env: COORDINATOR=none)",
+            flag="process_id",
+            value=run.process_id,
+        )
     if several and run.n_devices not in (0, jax.device_count()):
         raise UserError(
             f"several processes train on all their devices, {jax.device_count()}",
@@ -141,34 +150,66 @@ def leave(status):
 def connect(run):
     """Connect to the other processes: at --coordinator or, without it, at the address that jax gets from a TPU pod,
     Slurm or Kubernetes."""
+    asks_tpu = not run.coordinator and platforms.hardware() == "tpu"
+    if asks_tpu:
+        if note := launchers.prepare_tpu_slice():
+            say(f"note: {note}")
+        if launchers.is_one_tpu_host():
+            return
     # jax's own service would swallow SIGTERM from here on. `Interrupt` passes signals on to all processes instead.
     jax.config.update("jax_enable_preemption_service", False)
     # Longer than for a lost process, since machines start at different times.
     limit = 3 * run.peer_timeout
     # A timer prints this before jax's own limit, which would end the process in a stack trace.
-    words = (
-        f"error: --peer_timeout {run.peer_timeout}: the processes did not all meet within {limit} s; does the same "
-        f"command run on every host, each with its own --process_id, and can all reach --coordinator?"
-    )
-    late = threading.Timer(limit, interrupts.end, [Unavailable.status, words])
+    late = threading.Timer(limit, interrupts.end, [Unavailable.status, too_late(run, limit)])
     late.daemon = True
     late.start()
+    arguments = dict(
+        coordinator_arguments(run),
+        initialization_timeout=limit + 60,
+        heartbeat_timeout_seconds=run.peer_timeout,
+        shutdown_timeout_seconds=3600,  # process 0 may still be uploading its log
+    )
     try:
-        jax.distributed.initialize(
-            **coordinator_arguments(run),
-            initialization_timeout=limit + 60,
-            heartbeat_timeout_seconds=run.peer_timeout,
-            shutdown_timeout_seconds=3600,  # process 0 may still be uploading its log
-        )
-    except (ValueError, RuntimeError) as e:
+        while not join(arguments, asks_tpu):
+            time.sleep(METADATA_PAUSE)
+    finally:
+        late.cancel()
+
+
+def too_late(run, limit):
+    """The error of a process that waited `limit` seconds for the others."""
+    address = "--coordinator"
+    if not run.coordinator:
+        port = os.environ.get("JAX_COORDINATOR_PORT")
+        address = f"port {port} of process 0 through the firewall" if port else "process 0"
+    each = ", each with its own --process_id" if run.coordinator else ""
+    return (
+        f"error: --peer_timeout {run.peer_timeout}: the processes did not all meet within {limit} s; does the same "
+        f"command run on every host{each}, and can all reach {address}?"
+    )
+
+
+def join(arguments, asks_tpu):
+    """Call `jax.distributed.initialize`. Returns whether that is done; False where a TPU VM does not know its slice
+    yet. Raises UserError."""
+    try:
+        jax.distributed.initialize(**arguments)
+    except (ValueError, RuntimeError, OSError) as e:
         if "coordinator_address should be defined" in str(e):
-            return  # jax knows no cluster around this process
+            return True  # jax knows no cluster around this process
+        if asks_tpu and isinstance(e, (ValueError, OSError)):
+            # The metadata of a new VM is incomplete for a while: jax finds no number, or no server.
+            say(
+                f"waiting for the metadata of this TPU VM, which names the hosts ({first_line(e)}); --num_processes 1 "
+                f"trains on this host alone"
+            )
+            return False
         raise UserError(
             f"this process cannot join the others ({first_line(e)}); give --num_processes 1 to train alone, or "
             f"--coordinator, --num_processes and --process_id."
         ) from None
-    finally:
-        late.cancel()
+    return True
 
 
 def coordinator_arguments(run):

@@ -135,3 +135,11 @@ def test_where_one_process_fails_all_end_with_the_same_status(how, driver):
     """Or a supervisor would start some of them again, and not the others."""
     tasks, status, said = FAILURES[how]
     assert ends(start(driver, tasks)) == [(status, words) for words in said]
+
+
+def test_hosts_in_another_order_than_the_tpus_are_refused(driver):
+    swapped = "import jax; jax.process_index = lambda backend=None: 1 - int(sys.argv[-1])"
+    ended = ends(start(driver, [swapped, swapped]))
+    for number, (status, error) in enumerate(ended):
+        assert status == 2 and error.startswith(f"error: --process_id {number}: "), ended
+        assert f"this host is number {1 - number} of its TPU; leave --coordinator out" in error
