@@ -280,7 +280,26 @@ parse_here() {
   FOLDER=$PWD call flags elsewhere "" "${program[@]}" "$@" | JAX_PLATFORMS=${JAX_PLATFORMS:-tpu} bash >/dev/null
 }
 
+# admit: where a TPU refuses the key, have gcloud put one there, as it does whenever it opens a connection. gcloud keeps
+# keys with the TPU, so one that was created again knows none.
+admit() {
+  local said user name="${SSH_USER:+$SSH_USER@}$TPU_NAME" by_gcloud
+  said=$("${ssh[@]}" -- "${hosts[0]}" true 2>&1 </dev/null) && return
+  [[ $said == *"Permission denied"* ]] && type gcloud >/dev/null 2>&1 || return 0
+  echo "${hosts[0]} refuses this machine's key; asking gcloud to put it on the TPU"
+  by_gcloud=(gcloud compute tpus tpu-vm ssh "$name" ${ZONE:+--zone "$ZONE"} ${PROJECT:+--project "$PROJECT"}
+    ${SSH_KEY:+--ssh-key-file "$SSH_KEY"} --worker 0 --quiet)
+  said=$("${by_gcloud[@]}" --command true 2>&1 </dev/null) ||
+    echo "note: gcloud could not connect either ($(grep -m 1 ERROR <<<"$said" || tail -n 1 <<<"$said"))"
+  # gcloud can print its own ssh command, which ends with user@address; with OS Login the user is a name of Google's
+  user=$("${by_gcloud[@]}" --dry-run 2>/dev/null </dev/null | grep -oE '[^ ]+@[^ ]+ *$' | tail -n 1) || user=''
+  user=${user%@*}
+  [[ -z $user || $user == "${SSH_USER:-$(id -un)}" ]] ||
+    die "TPU_NAME=$TPU_NAME: its hosts know you as $user, by OS Login; write SSH_USER=\"$user\" in cluster.env."
+}
+
 parse_here "$@" || exit
+[[ -z $TPU_NAME ]] || admit
 on_all check --check || exit
 on_all flags --flags "$@" || exit
 [[ -z ${RESTART:-} ]] || stop || (($? == 137)) || exit

@@ -92,10 +92,11 @@ begin() {
 }
 
 on_a_host() {
-  local method=commit
+  local method=commit device=''
+  [[ -z $TPU_NAME ]] || device=${JAX_PLATFORMS:-tpu}
   [[ -z ${SYNC:-} ]] || method=files
   LAUNCH=${LAUNCH:-$EPOCHSECONDS-$SRANDOM}
-  if [[ $step == @(all|--check) ]]; then on_host "$host" preflight "$method" "${RESTART:-}" | clock; fi
+  if [[ $step == @(all|--check) ]]; then on_host "$host" preflight "$method" "${RESTART:-}" "$device" | clock; fi
   if [[ $step == @(all|--flags) ]]; then parse "$@"; fi
   if [[ $step == @(all|--code) ]]; then send; fi
   if [[ $step == @(all|--setup) ]]; then on_host "$host" setup "$LAUNCH"; fi

@@ -4,6 +4,8 @@ run.sh and setup_tpu.sh are copied beside stand-ins for what they call, so nothi
 """
 
 import fcntl
+import getpass
+import glob
 import os
 import shlex
 import shutil
@@ -11,6 +13,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from helpers import ROOT, wait_for
@@ -237,16 +240,106 @@ def test_a_tpu_that_is_not_ready_is_told_by_its_state(repository):
     assert not (repository.root / "asked").exists()
 
 
-def on_this_host(home, *call, **settings):
-    """How a function of tools/cluster/on_host.sh ended, as it runs on a host, whose home is `home`."""
+def on_this_host(home, *call, lock="/tmp/no lock", **settings):
+    """How a function of tools/cluster/on_host.sh ended, as it runs on a host, whose home is `home`. `lock` is libtpu's
+    file, since this machine may have a real one."""
     settings = dict(FOLDER=home, SESSION="s", VENV=".venv", PYTHON="", host="h") | settings
     settings |= dict(MAX_RESTARTS=1, START_TIMEOUT=300)
     head = "".join(f"{name}={shlex.quote(str(value))}\n" for name, value in settings.items())
-    head += (ROOT / "tools/cluster/on_host.sh").read_text()
+    script = (ROOT / "tools/cluster/on_host.sh").read_text()
+    head += script.replace("/tmp/libtpu_lockfile", shlex.quote(str(lock)))
     head += shlex.join(map(str, call)) + " </dev/null\n"
     env = CLEAN | {"HOME": str(home), "TMUX_TMPDIR": str(home)}
     pipes = dict(input=head, capture_output=True, text=True, timeout=300)
     return subprocess.run(["bash"], env=env, **pipes)
+
+
+# An ssh to which the TPU is closed until gcloud has put the key there, and then goes no further.
+REFUSING = r"""#!/bin/bash
+[[ -e $0.admitted ]] || { echo "Permission denied (publickey)." >&2; exit 255; }
+echo "kex_exchange_identification: reset" >&2
+exit 255
+"""
+ADMITTING = (
+    GCLOUD
+    + r"""case $* in
+  *--dry-run) echo "/usr/bin/ssh -t -i key -o HostKeyAlias=tpu.1-0 $KNOWN_AS@10.0.0.2" ;;
+  *"tpu-vm ssh"*) [[ -n $LOCKED ]] && { echo "ERROR: (gcloud) $LOCKED" >&2; exit 1; }; touch "${0%/*}/ssh.admitted" ;;
+esac
+"""
+)
+
+
+def test_a_tpu_that_does_not_know_the_key_gets_it_from_gcloud(repository, tmp_path):
+    for words in (
+        ["init", "-q"],
+        ["add", "-A"],
+        "-c user.name=n -c user.email=e commit -qm m".split(),
+    ):
+        subprocess.run(["git", "-C", repository.root, *words], check=True)
+    program(repository.root / "ssh", REFUSING)
+    program(repository.root / "gcloud", ADMITTING)
+    calls = repository.root / "gcloud.calls"
+
+    def launch(**more):
+        (repository.root / "ssh.admitted").unlink(missing_ok=True)
+        calls.unlink(missing_ok=True)
+        tpu = TPU | dict(STATE="READY", INSIDE="10.0.0.2", OUTSIDE="", COMPLAINT="", LOCKED="")
+        result = repository.launch(
+            **tpu | dict(HOME=str(tmp_path), KNOWN_AS=getpass.getuser()) | more
+        )
+        assert result.returncode == 1
+        return result, [line for line in calls.read_text().splitlines() if "tpu-vm ssh" in line]
+
+    result, asked = launch()
+    assert "10.0.0.2 refuses this machine's key; asking gcloud" in result.stdout
+    assert (
+        asked[0]
+        == "compute tpus tpu-vm ssh pod --zone z --project p --worker 0 --quiet --command true"
+    )
+    assert "cannot be reached by ssh (kex_exchange" in result.stderr, (
+        result
+    )  # so it was tried again
+
+    result, _ = launch(KNOWN_AS="ext_me_uni_edu")  # OS Login
+    assert_one_sentence(
+        result, 1, "TPU_NAME=pod: ", 'write SSH_USER="ext_me_uni_edu" in cluster.env'
+    )
+    result, asked = launch(KNOWN_AS="ext_me_uni_edu", SSH_USER="ext_me_uni_edu")
+    assert "ssh ext_me_uni_edu@pod --zone z" in asked[0] and "OS Login" not in result.stderr
+
+    (tmp_path / ".ssh").mkdir()
+    key = tmp_path / ".ssh/google_compute_engine"  # made by gcloud
+    key.write_text("private")
+    result, asked = launch(LOCKED="you may not")
+    assert f"--ssh-key-file {key} --worker 0" in asked[0]
+    assert "note: gcloud could not connect either (ERROR: (gcloud) you may not)" in result.stdout
+    assert f"10.0.0.2: refuses the key SSH_KEY={key}" in result.stderr
+
+
+@pytest.mark.skipif(glob.glob("/dev/accel*") != [], reason="this machine has a TPU")
+def test_a_tpu_whose_devices_cannot_be_used_is_told_before_the_launch(tmp_path):
+    result = on_this_host(tmp_path, "devices", "tpu")
+    assert_one_sentence(result, 1, "error: h: it belongs to a TPU but has no device")
+    assert on_this_host(tmp_path, "devices", "cpu").returncode == 0
+
+    # a process of another user, which only root can see
+    program(tmp_path / "sudo", f'#!/bin/sh\n[ "$2" = true ] || echo /proc/{os.getpid()}/fd/3\n')
+    result = on_this_host(tmp_path, "devices", "tpu", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    words = f"another run holds its devices (process {os.getpid()} of {getpass.getuser()} "
+    assert_one_sentence(result, 1, words)
+
+
+def test_a_lock_that_another_user_left_is_named(tmp_path):
+    lock = tmp_path / "lock"
+    lock.touch()
+    own = on_this_host(tmp_path, "devices", "tpu", lock=lock)
+    assert "has no device" in own.stderr  # the next check
+    if os.getuid() == 0:
+        os.chown(lock, 12345, 12345)
+    other = lock if os.getuid() == 0 else Path("/etc/passwd")
+    result = on_this_host(tmp_path, "devices", "tpu", lock=other)
+    assert_one_sentence(result, 1, f"libtpu cannot open {other}", f"left; sudo rm {other}")
 
 
 SAID = "11:26:35 compiled in 13s"

@@ -162,6 +162,8 @@ if [[ -z $COORDINATOR && ${#hosts[@]} -gt 1 ]]; then
 fi
 export HOSTS COORDINATOR # the scripts started from here need not ask again
 
+# gcloud makes this key, and puts its public half on TPUs.
+if [[ -z $SSH_KEY && -n $TPU_NAME && -f $HOME/.ssh/google_compute_engine ]]; then SSH_KEY=$HOME/.ssh/google_compute_engine; fi
 key=${SSH_KEY/#\~\//$HOME/}
 if [[ -n $key && $key != *[%$]* && $key != \~* ]]; then # ssh itself replaces %, $ and ~
   [[ -e $key ]] || die "SSH_KEY=$SSH_KEY: there is no such file; name the private key that the hosts know."

@@ -28,12 +28,13 @@ alive() {
   [[ $'\n'$("${tmux[@]}" list-panes -s -t =main -F '#{pane_dead} #{pane_pid}' 2>/dev/null)$'\n' == *$'\n'"0 $pid"$'\n'* ]]
 }
 
-# preflight METHOD RESTART: print what the host has, or fail with what it lacks. METHOD is commit or files (--sync).
+# preflight METHOD RESTART DEVICE: print what the host has, or fail with what it lacks. METHOD is commit or files
+# (--sync). DEVICE is tpu for a host of a TPU.
 preflight() {
-  local folder=$FOLDER free python users=
+  local folder=$FOLDER free python
   printf 'clock %s\n' "$(date +%s.%N)" # compared where it arrives
   for program in git tmux; do
-    type "$program" >/dev/null 2>&1 || die "$program is not installed there."
+    type "$program" >/dev/null 2>&1 || die "$program is not installed there (sudo apt-get install $program)."
   done
   [[ -n $2 ]] || ! alive || die "$is_there"
   for python in ${PYTHON:-"$venv/bin/python" python3 python python3.13 python3.12 python3.11 uv} ''; do
@@ -47,12 +48,30 @@ preflight() {
   suits
   [[ ! -e $mark ]] || lock # for what is being sent there looks like a change
   unchanged "$1"
-  alive || users=$(find /proc/[0-9]*/fd \( -lname '/dev/accel[0-9]*' -o -lname '/dev/vfio/[0-9]*' \) 2>/dev/null | cut -d/ -f3) || true
-  if ! alive && type nvidia-smi >/dev/null 2>&1; then
-    users+=$(nvidia-smi --query-compute-apps=pid --format=csv,noheader 2>/dev/null) || true
-  fi
-  [[ -z $users ]] || die "another run holds its devices (process $(head -n 1 <<<"$users"))."
+  alive || devices "$3"
   echo "$free GB free, $("$python" --version 2>&1)"
+}
+
+# devices DEVICE: fail where the host's devices cannot be used. DEVICE is tpu for a host of a TPU.
+devices() {
+  local file='' user find=(find) lock=/tmp/libtpu_lockfile
+  # without sudo the processes of other users cannot be seen, such as those in containers
+  ! sudo -n true 2>/dev/null || find=(sudo -n find)
+  user=$("${find[@]}" /proc/[0-9]*/fd \( -lname '/dev/accel[0-9]*' -o -lname '/dev/vfio/[0-9]*' \) 2>/dev/null |
+    cut -d/ -f3 | head -n 1) || true
+  if [[ -z $user ]] && type nvidia-smi >/dev/null 2>&1; then
+    user=$(nvidia-smi --query-compute-apps=pid --format=csv,noheader 2>/dev/null | head -n 1) || true
+  fi
+  [[ -z $user ]] ||
+    die "another run holds its devices (process $user$(ps -o user=,args= -p "$user" | sed 's/  */ /g; s/^/ of /' | cut -c1-80))."
+  [[ $1 == tpu* ]] || return 0
+  # libtpu locks this file. Of what another user left in /tmp, the kernel lets nobody open it, not even root.
+  [[ ! -e $lock || -O $lock ]] ||
+    die "libtpu cannot open $lock there, which $(find "$lock" -printf %u) left; sudo rm $lock removes it."
+  for file in /dev/accel[0-9]* /dev/vfio/[0-9]*; do [[ ! -c $file ]] || break; done
+  [[ -c $file ]] || die "it belongs to a TPU but has no device /dev/accel* or /dev/vfio/*; create the TPU with the software" \
+    "version of its kind (see docs/several-hosts.md)."
+  [[ -r $file && -w $file ]] || die "this user may not use $file there; sudo chmod a+rw $file allows it."
 }
 
 # flags WHERE ENVIRONMENT COUNT (NAME TEXT)... FLAG...: fail where main.py would refuse the flags. FOLDER does not change:
