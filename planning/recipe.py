@@ -4,7 +4,7 @@
     model  = model_flags(width, vocab_size)           from which `model.count_params` counts its parameters
     tokens = TOKENS_PER_PARAMETER x parameters
     batch  = batch_tokens(tokens, T)
-    rest   = training_flags(tokens, batch, parameters, T)
+    rest   = training_flags(tokens, batch, parameters, T, width)
 
 All sizes are members of one family, that of the presets tiny and moe1b. docs/rates.md says where each rule comes from,
 and shows the ladder: runs of growing size that these functions designed (dev/ladder.py).
@@ -15,9 +15,9 @@ import math
 # Tokens to train on for each parameter that a token uses, with the embedding: Chinchilla, arXiv:2203.15556, table 3.
 TOKENS_PER_PARAMETER = 20
 # The members of the family. Larger ones have dimensions that large meshes divide evenly.
-WIDTHS = (*range(32, 256, 32), *range(256, 4096 + 1, 128))
-# The run at which the rules were found, preset tiny: its tokens, its tokens a step, and its steps.
-TOKENS, BATCH, STEPS = 819_200, 2048, 400
+WIDTHS = (*range(32, 128, 16), *range(128, 256, 32), *range(256, 4096 + 1, 128))
+# The run at which the rules were found, preset tiny: its width, its tokens, its tokens a step, and its steps.
+WIDTH, TOKENS, BATCH, STEPS = 128, 819_200, 2048, 400
 
 
 def model_flags(width, vocab_size):
@@ -36,7 +36,7 @@ def model_flags(width, vocab_size):
         blocks=max(1, round(width / 64)),
         layers_per_block=2,
         # accelerators multiply heads of 64 channels faster; small models need several heads more
-        n_head=width // (32 if is_small else 64),
+        n_head=round(width / (32 if is_small else 64)),
         latent_dim=width // 2,
         rope_dim=32,
         embedding_norm=True,
@@ -67,10 +67,11 @@ def batch_tokens(tokens, T):
     return T * 2 ** max(0, math.floor(math.log2(sequences)))
 
 
-def training_flags(tokens, tokens_per_step, parameters, T):
-    """{flag: value} of training a model on `tokens`, each of which uses this many `parameters`, with the embedding."""
+def training_flags(tokens, tokens_per_step, parameters, T, width):
+    """{flag: value} of training a model of this `width` on `tokens`, in sequences of T, each of which uses this many
+    `parameters`, with the embedding."""
     steps = max(1, round(tokens / tokens_per_step))
-    rate = max_rate(tokens, tokens_per_step)
+    rate = max_rate(width, tokens, tokens_per_step)
     eval_every = min(250, math.ceil(steps / 10))
     return dict(
         global_batch_size=tokens_per_step // T,
@@ -93,15 +94,18 @@ def training_flags(tokens, tokens_per_step, parameters, T):
     )
 
 
-def max_rate(tokens, tokens_per_step):
+def max_rate(width, tokens, tokens_per_step):
     """--max_lr for Muon, rule 1 of docs/rates.md."""
-    return 16e-3 * math.sqrt(tokens_per_step / BATCH) * (tokens / TOKENS) ** -0.32
+    of_batch = math.sqrt(tokens_per_step / BATCH)
+    of_length = (tokens / TOKENS) ** -0.32
+    # an orthogonal update changes what a matrix does by its width^0.5 times the rate (arXiv:2310.17813, section 2)
+    of_width = math.sqrt(WIDTH / width)
+    return 16e-3 * of_batch * of_length * of_width
 
 
 def total_decay(tokens_per_parameter):
-    """--max_lr x --weight_decay x steps, rule 4 of docs/rates.md: 2.6 at tiny's 0.4 tokens per parameter, 5.9 at 10,
-    and 7 at 20."""
-    return 3.3 * tokens_per_parameter**0.25
+    """--max_lr x --weight_decay x steps, rule 4 of docs/rates.md: 2.7 at tiny's 0.4 tokens per parameter, 4.4 at 20."""
+    return 3 * tokens_per_parameter ** (1 / 8)
 
 
 def momentum(steps):
