@@ -600,6 +600,39 @@ def test_setup_mends_what_failed_or_broke_and_nothing_else(set_up):
     assert_one_sentence(result, 1, "VENV=runtime")
 
 
+# The python3 of Ubuntu 22.04, which Cloud TPUs have: 3.10, with pip. It is too old, so setup_tpu.sh gets uv by it.
+PYTHON_310 = """#!/bin/sh
+case "$*" in
+  *version_info*) exit 1 ;;
+  "-m pip install"*" --target "*)
+    while [ "$1" != --target ]; do shift; done
+    mkdir -p "$2/bin" && cp "{uv}" "$2/bin/uv" ;;
+  "-m pip --version") ;;
+  *) exec "{python}" "$@" ;;
+esac
+"""
+UV = """#!/bin/sh
+echo "$@" >"{root}/uv"
+while [ $# -gt 1 ]; do shift; done
+exec "{stand_in}" -m venv "$1"
+"""
+
+
+def test_a_machine_with_an_old_python_gets_a_new_one_by_uv(set_up, tmp_path):
+    bin = tmp_path / "bin"
+    bin.mkdir()
+    tools = "bash sh cat cksum cp cut dirname find head grep mkdir mktemp mv rm sed sleep tail touch wc flock"
+    for name in tools.split():
+        (bin / name).symlink_to(shutil.which(name))
+    program(bin / "a uv", UV.format(root=set_up.root, stand_in=set_up.python))
+    program(bin / "python3", PYTHON_310.format(uv=bin / "a uv", python=sys.executable))
+    nowhere = dict(HOME=str(tmp_path), PYENV_ROOT=str(tmp_path))
+    installed, result = set_up(PYTHON="", PATH=str(bin), **nowhere)
+    assert installed == ["one>=1"] and result.returncode == 0, result.stderr
+    assert "making .venv by uv, since no Python 3.11 or newer" in result.stdout
+    assert "--python >=3.11,<3.14 .venv" in (set_up.root / "uv").read_text()
+
+
 def test_setup_refuses_in_one_sentence(set_up):
     old = set_up.root / "old"
     program(old, '#!/bin/sh\n[ "$1" = -I ] && exit 1\necho is 3.9.1\n')
