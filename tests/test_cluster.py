@@ -710,6 +710,32 @@ def test_a_tpus_hosts_come_from_gcloud(idle):
     assert "compute tpus tpu-vm describe pod --zone z --project p" in calls
 
 
+# gcloud compute ssh VM ... -- -W HOST:PORT, which connects its stdin and stdout with that port
+DOOR = """#!/bin/bash
+echo "$*" >>"$0.calls"
+at=${@: -1}
+exec 3<>"/dev/tcp/${at%:*}/${at##*:}"
+cat <&3 &
+cat >&3
+"""
+
+
+def test_hosts_without_external_addresses_are_reached_through_a_vm(idle):
+    """By the ssh_config that docs/several-hosts.md has for them."""
+    page = (ROOT / "docs/several-hosts.md").read_text()
+    way = re.search(r"Host 10\.\*\n(  ProxyCommand .*\n)", page)[1]
+    config = idle.base / "through_a_vm"
+    config.write_text(f"Host 127.0.0.*\n{way}" + (idle.base / "ssh_config").read_text())
+    program(idle.base / "door/gcloud", DOOR)
+    path = f"{idle.base}/door:{os.environ['PATH']}"
+    table = idle.passes("--status", SSH_CONFIG=str(config), PATH=path).splitlines()[1:]
+    assert [line.split()[:2] for line in table] == [["ok", h.address] for h in idle.hosts[:2]]
+    calls = (idle.base / "door/gcloud.calls").read_text()
+    for host in idle.hosts[:2]:
+        assert "compute ssh door --zone ZONE --project PROJECT --tunnel-through-iap" in calls
+        assert f" -- -W {host.address}:{host.port}" in calls
+
+
 def test_processes_that_do_not_come_together_say_so_in_time(flags):
     port = free_port()
     words = f"--peer_timeout 1 --coordinator 127.0.0.1:{port} --num_processes 2 --process_id"
