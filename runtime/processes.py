@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# The process's number comes from here, since jax.process_index() would search for devices, and wait for the others.
-from jax._src import distributed
+# `distributed` knows the process's number, since jax.process_index() would search for devices, and wait for the others.
+from jax._src import cloud_tpu_init, distributed
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -150,7 +150,7 @@ def leave(status):
 def connect(run):
     """Connect to the other processes: at --coordinator or, without it, at the address that jax gets from a TPU pod,
     Slurm or Kubernetes."""
-    asks_tpu = not run.coordinator and platforms.hardware() == "tpu"
+    asks_tpu = not run.coordinator and cloud_tpu_init.running_in_cloud_tpu_vm
     if asks_tpu:
         if note := launchers.prepare_tpu_slice():
             say(f"note: {note}")

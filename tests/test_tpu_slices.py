@@ -6,11 +6,11 @@ import os
 import threading
 
 import pytest
-from jax._src import clusters
+from jax._src import cloud_tpu_init, clusters
 from jax._src.clusters import cloud_tpu_cluster
 
 import utils
-from runtime import launchers, platforms, processes
+from runtime import launchers, processes
 
 pytest.importorskip("requests")  # by which jax asks the metadata server
 
@@ -46,8 +46,8 @@ def vm(monkeypatch):
     """A TPU VM, host 1 of a slice of two: the attributes of its metadata server, which jax asks."""
     for name in [*launchers.OVER_METADATA, *launchers.NUMBERS, "KUBERNETES_SERVICE_HOST"]:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(cloud_tpu_cluster, "running_in_cloud_tpu_vm", True)
-    monkeypatch.setattr(platforms, "hardware", lambda: "tpu")
+    for module in (cloud_tpu_init, cloud_tpu_cluster):
+        monkeypatch.setattr(module, "running_in_cloud_tpu_vm", True)
     endpoints = "unknown:unknown:127.0.0.1,unknown:unknown:127.0.0.2"
     attributes = {"agent-worker-number": "1", "worker-network-endpoints": endpoints, "tpu-env": ""}
     with metadata_server(attributes) as address:

@@ -56,7 +56,7 @@ preflight() {
 devices() {
   local file='' user find=(find) lock=/tmp/libtpu_lockfile
   # without sudo the processes of other users cannot be seen, such as those in containers
-  ! sudo -n true 2>/dev/null || find=(sudo -n find)
+  if [[ $1 == tpu* ]] && sudo -n true 2>/dev/null; then find=(sudo -n find); fi
   user=$("${find[@]}" /proc/[0-9]*/fd \( -lname '/dev/accel[0-9]*' -o -lname '/dev/vfio/[0-9]*' \) 2>/dev/null |
     cut -d/ -f3 | head -n 1) || true
   if [[ -z $user ]] && type nvidia-smi >/dev/null 2>&1; then
