@@ -19,6 +19,7 @@ import platform
 import subprocess
 import sys
 
+import numpy as np
 from matplotlib.figure import Figure
 
 import model
@@ -27,6 +28,7 @@ from data.own_text import TextOptions, corpus_of
 from logs.rows import read_rows
 from planning import ladder, recipe
 from runtime.files import read_json, write_file, write_json
+from runtime.messages import short
 from shards import manifest
 from tools import common
 
@@ -35,7 +37,7 @@ PICTURE = "docs/ladder.svg"
 # Small, so that the smallest models are not all embedding; the same for all, so that their losses can be compared.
 VOCABULARY = 1024
 TOKENS_PER_PARAMETER = 10  # half of what the recipe designs, for a quarter of the operations
-WIDTHS = (48, 64, 80, 96, 128, 160)
+WIDTHS = (48, 64, 80, 96, 128)
 RATES = (1, 0.5, 2)  # multiples of the designed --max_lr
 # How this machine does it, which alters no more than rounding.
 MACHINE = dict(n_device_axis=(1, 1, 1), model_dtype="float32", microbatch_size=16)
@@ -133,16 +135,16 @@ def predict(asked):
     if name in record["runs"]:
         sys.exit(f"error: the run of {name} has ended; what follows an end is no prediction.")
     below = {w: point for w, point in ladder.rungs_of(record).items() if w < asked.width}
-    line = ladder.line_through([*below.values()])
+    curve = ladder.curve_through([*below.values()])
     _, _, operations = designed(asked.width)
     record["predictions"][name] = dict(
         rungs=[*below],
-        loss=round(line.loss(operations), 4),
-        error=round(line.error(operations), 4),
+        loss=round(float(curve.loss(operations)), 4),
+        error=round(float(curve.error(operations)), 4),
         written=now(),
     )
     write_json(ladder.RECORD, record)
-    print(record["predictions"][name])
+    print(f"written to {ladder.RECORD}: {record['predictions'][name]}")
 
 
 def draw(asked):
@@ -162,7 +164,7 @@ def table(record):
     rows = []
     for width, (operations, loss) in ladder.rungs_of(record).items():
         first = record["runs"][name_of(width)]
-        row = dict(width=width, active=f"{first['parameters'] / 1e6:.2f}M")
+        row = dict(width=str(width), active=f"{first['parameters'] / 1e6:.2f}M")
         row["tokens"] = f"{first['tokens'] / 1e6:.1f}M"
         row["operations"] = f"{operations:.2g}"
         row["--max_lr"] = f"{first['flags']['max_lr']:g}"
@@ -179,34 +181,37 @@ def table(record):
 
 
 def picture(record):
-    """The picture as SVG: the rungs, the line through all but the last one, and that line's error."""
+    """The picture as SVG: the rungs, the curve through all but the last one, and that curve's error. The axis of losses
+    is logarithmic above the curve's floor, which makes the curve a straight line."""
     rungs = ladder.rungs_of(record)
     *below, last = rungs.values()
-    line = ladder.line_through(below)
-    ends = below[0][0], 2 * last[0]
-    operations = [ends[0] * (ends[1] / ends[0]) ** (i / 50) for i in range(51)]
-    losses = [line.loss(c) for c in operations]
-    errors = [line.error(c) for c in operations]
+    curve = ladder.curve_through(below)
+    operations = np.geomspace(below[0][0], 2 * last[0])
+    losses = curve.loss(operations)
+    errors = np.array([curve.error(c) for c in operations])
     # without pyplot, which may look for a display
     figure = Figure(figsize=(7, 4.5), dpi=120, layout="constrained")
     axes = figure.subplots()
-    axes.plot(operations, losses, lw=1.2, color="C0", label="line through the smaller ones")
-    low = [loss - error for loss, error in zip(losses, errors)]
-    high = [loss + error for loss, error in zip(losses, errors)]
-    axes.fill_between(operations, low, high, alpha=0.25, color="C0", lw=0)
+    axes.plot(operations, losses, lw=1.2, color="C0", label="curve through the smaller ones")
+    axes.fill_between(operations, losses - errors, losses + errors, alpha=0.25, color="C0", lw=0)
     others = [run for run in record["runs"].values() if run["rate"] != 1]
     at = [run["operations"] for run in others], [run["loss"] for run in others]
-    axes.plot(*at, "x", ms=4, color="C7", label="at half and at twice the designed rate")
+    axes.plot(*at, "x", ms=4, color="C7", label="at half and twice the designed rate")
     axes.plot(*zip(*below), "o", ms=5, color="C0", label="as designed")
-    axes.plot(*last, "o", ms=5, color="C1", label="as designed, predicted before it ended")
-    for width, (x, y) in rungs.items():
+    axes.plot(*last, "o", ms=5, color="C1", label="as designed, predicted before its end")
+    for width, point in rungs.items():
         parameters = record["runs"][name_of(width)]["parameters"]
-        axes.annotate(f" {parameters / 1e6:.2f}M", (x, y), fontsize=8, va="bottom")
-    axes.set(xscale="log", yscale="log", xlabel="operations of the training")
-    axes.set(ylabel="validation loss (nats per token)")
-    axes.yaxis.set_major_formatter(lambda loss, _: f"{loss:g}")
-    axes.yaxis.set_minor_formatter(lambda loss, _: f"{loss:.1f}")
-    axes.grid(alpha=0.3, which="both")
+        axes.annotate(f" {short(parameters)}", point, fontsize=8, va="bottom")
+
+    def height(loss):
+        return np.log(np.maximum(loss - curve.floor, 1e-3))
+
+    axes.set_yscale("function", functions=(height, lambda y: curve.floor + np.exp(y)))
+    axes.set(xscale="log", xlabel="operations of the training")
+    axes.set(ylabel=f"validation loss (nats per token), logarithmic above {curve.floor:.2f}")
+    axes.set_yticks(np.arange(1.8, 3.5, 0.2))
+    axes.set_ylim(0.98 * min(losses - errors), 1.02 * max([*losses, *at[1]]))
+    axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     image = io.BytesIO()
     figure.savefig(image, format="svg")

@@ -1,68 +1,71 @@
-"""The ladder: runs of growing size by the recipe, a line through their losses, and what it predicts. No jax.
+"""The ladder: runs of growing size by the recipe, the curve through their losses, and what it predicts. No jax.
 
 `dev/ladder.py` trains the runs and writes ladder.json beside this file. A prediction holds for the corpus and the
-vocabulary of these runs alone: of another text, each token is easier or harder to guess.
+vocabulary of these runs alone: the tokens of another text are easier or harder to guess.
 """
 
 import functools
-import json
 import math
 import pathlib
 from typing import NamedTuple
 
 import numpy as np
 
-RECORD = pathlib.Path(__file__).with_name("ladder.json")
-# Losses of two seeds differ by about this factor's logarithm, so that no line through few rungs is surer than that.
+from runtime.files import read_json
+
+RECORD = str(pathlib.Path(__file__).with_name("ladder.json"))
+# Standard deviation of a loss's logarithm from seed to seed, at least: few rungs may lie on a curve by chance.
 SEED_NOISE = 0.005
 
 
-class Line(NamedTuple):
-    """A straight line through losses and operations, both in logarithms: loss = scale x operations^-exponent."""
+class Curve(NamedTuple):
+    """loss = floor + scale x operations^-exponent (arXiv:2203.15556, section 3.3).
 
+    No training gets below the floor. What a loss has above it is a straight line over operations, both in logarithms.
+    """
+
+    floor: float  # nats per token
     scale: float
     exponent: float
-    scatter: float  # standard deviation of the logarithm of a loss around the line
-    center: float  # mean of the logarithms of the operations
-    spread: float  # sum of their squared distances from it
-    n: int  # rungs
+    noise: float  # standard deviation of the logarithm of a loss around the curve
+    uncertainty: np.ndarray  # [3, 3]: covariance of (floor, log scale, exponent) over noise^2
 
     def loss(self, operations):
         """Nats per token after a training of so many operations."""
-        return self.scale * operations**-self.exponent
+        return self.floor + self.scale * operations**-self.exponent
 
     def error(self, operations):
         """Standard error of a single run's loss there, in nats. It grows with the distance from the rungs."""
-        distance = math.log(operations) - self.center
-        return (
-            self.loss(operations)
-            * self.scatter
-            * math.sqrt(1 + 1 / self.n + distance**2 / self.spread)
-        )
+        g = gradient(self.floor, self.scale, self.exponent, np.array([operations]))[0]
+        return self.loss(operations) * self.noise * math.sqrt(1 + g @ self.uncertainty @ g)
 
     def operations(self, loss):
-        """Operations of a training that ends with this loss."""
-        return (self.scale / loss) ** (1 / self.exponent)
+        """Operations of a training that ends with this loss; inf where none does."""
+        if loss <= self.floor:
+            return math.inf
+        return ((loss - self.floor) / self.scale) ** (-1 / self.exponent)
 
 
-def line_through(rungs):
-    """The `Line` of least squares through [(operations, loss)] of three rungs or more."""
-    operations, losses = np.log(np.array(rungs)).T
-    center = operations.mean()
-    distances = operations - center
-    spread = (distances**2).sum()
-    slope = (distances * losses).sum() / spread
-    height = losses.mean()
-    residuals = losses - height - slope * distances
-    scatter = math.sqrt((residuals**2).sum() / (len(rungs) - 2))
-    return Line(
-        scale=math.exp(height - slope * center),
-        exponent=-slope,
-        scatter=max(scatter, SEED_NOISE),
-        center=center,
-        spread=spread,
-        n=len(rungs),
-    )
+def gradient(floor, scale, exponent, operations):
+    """d log(loss) / d (floor, log scale, exponent) at operations [n]: [n, 3]."""
+    above = scale * operations**-exponent
+    return np.stack([above**0, above, -above * np.log(operations)], 1) / (floor + above)[:, None]
+
+
+def curve_through(rungs):
+    """The `Curve` of least squares, in the logarithm of the loss, through [(operations, loss)] of four rungs or
+    more."""
+    operations, losses = np.array(rungs).T
+    best = (math.inf,)
+    for floor in np.linspace(0, 0.95 * min(losses), 1000):
+        slope, height = np.polyfit(np.log(operations), np.log(losses - floor), 1)
+        fitted = floor + np.exp(height) * operations**slope
+        squares = (np.log(fitted / losses) ** 2).sum()
+        best = min(best, (squares, floor, math.exp(height), -slope))
+    squares, *found = best
+    g = gradient(*found, operations)
+    noise = math.sqrt(squares / (len(rungs) - 3))
+    return Curve(*found, max(noise, SEED_NOISE), np.linalg.pinv(g.T @ g))
 
 
 def rungs_of(record):
@@ -77,17 +80,17 @@ def rungs_of(record):
 @functools.cache
 def record():
     """ladder.json."""
-    return json.loads(RECORD.read_text())
+    return read_json(RECORD)
 
 
 @functools.cache
-def line():
-    """The `Line` through all rungs of ladder.json."""
-    return line_through([*rungs_of(record()).values()])
+def curve():
+    """The `Curve` through all rungs of ladder.json."""
+    return curve_through([*rungs_of(record()).values()])
 
 
 def applies_to(manifest):
-    """Whether predictions hold for shards with this manifest: the same text, divided into as many kinds of tokens."""
+    """Whether predictions hold for shards with this manifest: the same text, and a vocabulary of the same size."""
     corpus = record()["corpus"]
     return all(manifest.get(name) == corpus[name] for name in ("source", "vocab_size"))
 
@@ -95,9 +98,9 @@ def applies_to(manifest):
 def predicted_loss(operations):
     """(nats per token, standard error): the loss on the validation split that a run by the recipe will end with, after
     so many `operations`, which are `model.flops_per_token` for each token of the run."""
-    return line().loss(operations), line().error(operations)
+    return curve().loss(operations), curve().error(operations)
 
 
 def operations_for(loss):
-    """The operations of a run by the recipe that will end with this loss, in nats per token."""
-    return line().operations(loss)
+    """The operations of a run by the recipe that will end with this loss, in nats per token; inf where none will."""
+    return curve().operations(loss)

@@ -60,8 +60,8 @@ def batch_tokens(tokens, T):
     """Tokens of a step in a run of `tokens`: tiny's, growing with the square root of the tokens, down to a power of two
     of sequences of T tokens.
 
-    Example: 2,048 for 1M tokens, 262,144 for 20B, as moe1b has it. A larger batch wastes tokens, a smaller one keeps
-    devices waiting. The batch up to which no tokens are wasted grows about so (tokens^0.46 in arXiv:2505.13738).
+    Example: 2,048 for 1M tokens, 262,144 for 20B, as moe1b has it. A larger batch wastes tokens, a smaller one leaves
+    devices idle. The largest batch that wastes none grows nearly as fast, as tokens^0.46 (arXiv:2505.13738).
     """
     sequences = BATCH * math.sqrt(tokens / TOKENS) / T
     return T * 2 ** max(0, math.floor(math.log2(sequences)))
