@@ -97,7 +97,7 @@ def platform_of(cfg):
     """The platform that a run is for: that of --plan's machine, else that of the devices here."""
     if cfg.plan.plan:
         machine = chips.parse_machine(cfg.plan.plan)
-        return "gpu" if machine and machine[1].gpu else "tpu"
+        return machine[1].platform if machine else "tpu"
     return platforms.platform()
 
 

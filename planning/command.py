@@ -41,7 +41,7 @@ def main(flags):
             found = [make_plan(cfg, machine)]
     plan = found[0]
 
-    if not compiler and not asked.by_formulas:
+    if not compiler and not asked.by_formulas and machine.platform in machines.INSTALL:
         install = machines.INSTALL[machine.platform]
         print(f"{machine.compiler} is not installed ({install}): these are the formulas' numbers")
     if asked.search:

@@ -96,4 +96,4 @@ def fitted_to(machine):
 
 def attention_slowdown(chip):
     """How many times longer attention kernels take on a chip than other products of as many operations."""
-    return ATTENTION_ON_GPU if chip.gpu else ATTENTION_ON_TPU
+    return {"tpu": ATTENTION_ON_TPU, "gpu": ATTENTION_ON_GPU}.get(chip.platform, 1)

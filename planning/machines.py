@@ -1,15 +1,18 @@
 """The machines that --plan names, and their compilers, which compile a train step without a device."""
 
+import functools
 import importlib.util
 import math
 import multiprocessing
 import os
 import re
+import time
 import types
 from concurrent import futures
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import topologies
 
 from collectives import count_slices
@@ -70,6 +73,9 @@ class Machine(NamedTuple):
 def parse_machine(name):
     """The `Machine` that a value of --plan names. Raises UserError where it names none."""
     groups, chip, dims = chips.parse_machine(name) or (0, None, ())
+    if chip and chip.platform == "cpu":
+        measured = chip._replace(peak=measured_speed(), memory=memory_of_this_machine())
+        return Machine(chip.name, measured, 1, platform="cpu")
     n = math.prod(dims) * groups * (chip.cores if chip else 0)
     if n > MANY:
         raise UserError(f"has {n:,} devices; give at most {MANY:,}", flag="plan", value=name)
@@ -77,7 +83,8 @@ def parse_machine(name):
         raise UserError(
             f"must be a slice as Google names it, such as v4-32 or v5e-8, or [SLICES*]CHIP:TOPOLOGY, "
             f"such as v4:2x4x4 or 2*v5e:16x16 (v4, v5p and v7x have three dims, the others two), or GPUs, "
-            f"[HOSTSx]NUMBERxCHIP, such as 8xH200 or 2x8xH200; the chips are {', '.join(chips.CHIPS)}",
+            f"[HOSTSx]NUMBERxCHIP, such as 8xH200 or 2x8xH200, or cpu for this machine's; the chips are "
+            f"{', '.join(chips.CHIPS)}",
             flag="plan",
             value=name,
         )
@@ -113,8 +120,28 @@ def memory_limit():
     device = jax.local_devices()[0]
     if device.platform != "cpu":
         return (device.memory_stats() or {}).get("bytes_limit")
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return memory / jax.local_device_count()
+    return memory_of_this_machine() / jax.local_device_count()
+
+
+def memory_of_this_machine():
+    """Bytes of its main memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@functools.cache
+def measured_speed():
+    """FLOP/s of a matrix product in float32 on all cores of this machine, the fastest of several: other programs may
+    slow down some of them."""
+    m, k, n = 1024, 512, 1024
+    left, right = jnp.ones((m, k)), jnp.ones((k, n))
+    multiply = jax.jit(jnp.matmul)
+    multiply(left, right).block_until_ready()  # which compiles it
+    seconds = []
+    for _ in range(100):
+        began = time.perf_counter()
+        multiply(left, right).block_until_ready()
+        seconds.append(time.perf_counter() - began)
+    return 2 * m * k * n / min(seconds)
 
 
 def devices_of(machine):
@@ -136,7 +163,9 @@ def devices_of(machine):
 
 
 def has_compiler(machine):
-    """Whether the compiler for a machine is installed."""
+    """Whether the compiler for a machine is installed, and tells times. That for CPUs does not."""
+    if machine.platform == "cpu":
+        return False
     if machine.platform == "gpu":
         return gpus.has_compiler()
     return importlib.util.find_spec("libtpu") is not None

@@ -27,6 +27,9 @@ GiB = 2**30
 # The share of a GPU's peak and bandwidth that programs reach, by a trace of an H200 (dev/log.md, 2026-11-26). TPUs need
 # no such number, since their estimates come from the TPU compiler.
 GPU_REACHES = 0.75
+# The share of the speed of one large product that a whole step reaches on CPU cores (dev/log.md, 2026-11-28).
+CPU_REACHES = 0.6
+CPU = "cpu"  # this machine's, all cores as one device, in --plan and --design
 
 
 class Chip(NamedTuple):
@@ -54,14 +57,22 @@ class Chip(NamedTuple):
         return self.jax_names[0]
 
     @property
+    def platform(self):
+        """Its platform in jax: "tpu", "gpu" or "cpu"."""
+        if self.name == CPU:
+            return "cpu"
+        return "tpu" if self.clock else "gpu"
+
+    @property
     def gpu(self):
-        """Whether it is a GPU and not a TPU."""
-        return not self.clock
+        """Whether it is a GPU."""
+        return self.platform == "gpu"
 
     @property
     def speed(self):
         """FLOP/s that the plan assumes for matrix products."""
-        return (self.float32 or self.peak) * (GPU_REACHES if self.gpu else 1)
+        reaches = {"gpu": GPU_REACHES, "cpu": CPU_REACHES}.get(self.platform, 1)
+        return (self.float32 or self.peak) * reaches
 
     @property
     def memory_speed(self):
@@ -128,6 +139,9 @@ def in_float32_only(device_kind):
 def parse_machine(name):
     """(number of slices or hosts, Chip, dims of a slice or (number of GPUs of a host,)) of a machine as --plan names
     it; None where the name means no machine. Raises UserError for a TPU slice of a size that does not exist."""
+    if name.lower() == CPU:
+        # its speed is not in a table: planning/machines.py measures it
+        return 1, Chip(CPU, (CPU,), 0.0, 0.0, math.inf, math.inf, math.inf, dims=1), (1,)
     for pattern in MACHINES:
         found = re.fullmatch(pattern, name.lower())
         chip_name = found and OTHER_NAMES.get(found["chip"], found["chip"])
