@@ -298,6 +298,8 @@ admit() {
     die "TPU_NAME=$TPU_NAME: its hosts know you as $user, by OS Login; write SSH_USER=\"$user\" in cluster.env."
 }
 
+with_config "$@"
+set -- "${flags[@]}"
 parse_here "$@" || exit
 [[ -z $TPU_NAME ]] || admit
 on_all check --check || exit

@@ -21,9 +21,10 @@ def cli():
     from runtime.pulse import Pulse
 
     flags = one_sentence(lambda: command_line.parse(sys.argv[1:]))
-    if flags.cfg.plan.plan:
-        platforms.use_no_device()
-        interrupts.run(lambda: workbench().plan(flags))  # does not return
+    for program, machine in (("plan", flags.cfg.plan.plan), ("design", flags.cfg.design.design)):
+        if machine:
+            platforms.use_no_device()
+            interrupts.run(lambda: getattr(workbench(), program)(flags))  # does not return
     n_processes = one_sentence(lambda: check_processes(flags))
     platforms.set_xla_flags(flags.cfg.run.n_devices, n_processes)
     pulse = Pulse("starting")
@@ -41,6 +42,11 @@ def workbench():
         from planning import command
 
         return command.main(flags)
+
+    def design(flags):
+        from planning import design
+
+        return design.main(flags)
 
     def weights():
         from inference import weights
@@ -67,7 +73,7 @@ def workbench():
 
         return registry.format_to_export(architecture)
 
-    parts = plan, weights, plans_of_runs, make_sampler, make_task_scorer, format_to_export
+    parts = plan, design, weights, plans_of_runs, make_sampler, make_task_scorer, format_to_export
     return Workbench(*parts)
 
 

@@ -150,4 +150,5 @@ if [[ -z $host || " ${hosts[*]} " != *" $host "* ]]; then
   exit 2
 fi
 shift
-on_a_host "$@"
+with_config "$@"
+on_a_host "${flags[@]}"

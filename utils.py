@@ -338,6 +338,21 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class Design:
+    """A run for what you have: a machine and some hours. Nothing is trained and no device is needed."""
+
+    design: str = flag("", common=True)
+    """Machine, as --plan names it: choose model, data, batch, rates and mesh for it, and write them as a file of flags
+    for --config. Every flag given beside it stays as it is."""
+    hours: float = flag(0.0, common=True, most=1e6)
+    """Hours of the machine, for --design."""
+    tokens: float = flag(0.0, common=True)
+    """Tokens to train on, such as 5e9, for --design; with --hours the largest model that trains on them in time."""
+    design_json: str = flag("designed.json", nonempty=True)
+    """File that --design writes."""
+
+
+@dataclass(frozen=True)
 class Config:
     """Pretrain a mixture-of-experts language model.
 
@@ -347,6 +362,9 @@ class Config:
       python main.py --preset gpt2-124m --data data/shards/fineweb-edu-10BT --n_device_axis 8 1 1
     See what a step would cost on a machine that you do not have:
       python main.py --n_device_axis 8 2 2 --plan v4:2x4x4
+    Choose a model and everything else for a machine and some hours, and train it:
+      python main.py --design v5e-8 --hours 24
+      python main.py --config designed.json
     """
 
     model: Model = field(default_factory=Model)
@@ -355,10 +373,11 @@ class Config:
     run: Run = field(default_factory=Run)
     sample: Sample = field(default_factory=Sample)
     plan: Plan = field(default_factory=Plan)
+    design: Design = field(default_factory=Design)
 
 
 # The groups of flags that make a run.
-GROUPS = tuple(f.name for f in dataclasses.fields(Config) if f.name != "plan")
+GROUPS = ("model", "data", "optimizer", "run", "sample")
 
 FIELDS = {f.name: f for group in GROUPS for f in dataclasses.fields(getattr(Config(), group))}
 

@@ -3,6 +3,7 @@
 config/parser.py reads the words; afterwards config/settle.py settles what nobody gave.
 """
 
+import json
 import os
 import re
 import sys
@@ -21,11 +22,11 @@ from runtime import installation
 from runtime.files import check_run_path, is_remote, read_json
 from runtime.messages import HIDDEN, UserError, masked, nearest, one_sentence, short
 from shards.tokenization import load_tokenizer
-from utils import Config, Plan, Run, replace
+from utils import Config, Design, Plan, Run, replace
 
 # What the file of a run holds beside flags, and the flags that belong to one launch of it.
 NO_FLAGS = {"data_fingerprint", "commit", "encoding", "end_of_text", "eos_token_id", "config"}
-NO_FLAGS |= {"positions", "revision", "coordinator", "num_processes", "process_id"}
+NO_FLAGS |= {"positions", "revision", "coordinator", "num_processes", "process_id", "design"}
 # What a run has of the machine that it ran on: its mesh, and how its batches were divided for that.
 OF_A_MACHINE = {"n_device_axis", "n_devices", "pp_interleave", "val_batch_size"}
 OF_A_MACHINE |= SPLIT - {"microbatch_size"}
@@ -61,19 +62,43 @@ def parse(argv, load=load_tokenizer, elsewhere=False):
         return preset(name)
 
     def defaults(given):
-        return utils.flatten(named(given)) | vars(Plan())
+        return utils.flatten(named(given)) | vars(Plan()) | vars(Design())
 
     # JAXformer's; here decoding always has a cache
     argv = [word for word in argv if word != "--use_cache"]
     given, _ = read_words(Config, argv, "main.py", defaults=defaults, hints=HINTS)
     sys.argv = [*map(masked, sys.argv)]  # which wandb sends with a run
-    if "config" in given and not elsewhere:
-        given = flags_of_file(given["config"], given) | given
+    config = given.get("config", "")
+    if is_json(config):
+        given = flags_of_text(given.pop("config"), given) | given
+    elif config and not elsewhere:
+        given = flags_of_file(config, given) | given
     cfg = replace(named(given), **given)
-    of_plan = [flag for flag, value in vars(cfg.plan).items() if value]
-    if of_plan and not cfg.plan.plan:
-        raise UserError(f"--{of_plan[0]}: needs --plan beside it, with a machine such as v4:2x4x4.")
+    check_machine_flags(cfg, given)
     return with_vocabulary(Flags(cfg, frozenset(given)), load)
+
+
+def check_machine_flags(cfg, given):
+    """Raises UserError where a flag of --plan or --design is given without it."""
+    beside_design = {"hours", "tokens", "design_json"} & given.keys()
+    beside_plan = {"search", "plan_json"} & given.keys()
+    if "by_formulas" in given and not cfg.design.design:
+        beside_plan |= {"by_formulas"}
+    for flags, flag, machine in (
+        (beside_design, "--design", cfg.design.design),
+        (beside_plan, "--plan", cfg.plan.plan),
+    ):
+        if flags and not machine:
+            remedy = f"needs {flag} beside it, with a machine such as v4:2x4x4"
+            if "tokens" in flags:
+                remedy += "; the tokens of a run are --training_steps x --global_batch_size x --T"
+            if "hours" in flags:
+                remedy += "; the length of a run is --training_steps"
+            raise UserError(f"--{min(flags)}: {remedy}.")
+    if cfg.plan.plan and cfg.design.design:
+        raise UserError(
+            "plans what it designs; give one of the two", flag="design", value=cfg.design.design
+        )
 
 
 def preset_table():
@@ -96,6 +121,20 @@ def preset_table():
     return "\n".join(table)
 
 
+def is_json(config):
+    """Whether a value of --config is the text of a file rather than its name. The launcher sends it so."""
+    return config.lstrip().startswith("{")
+
+
+def flags_of_text(text, beside):
+    """`flags_of_file` of the text of a file."""
+    try:
+        content = json.loads(text)
+    except ValueError as e:
+        raise UserError(f"--config: its text is no JSON ({e}).") from None
+    return flags_in(content, "the text", beside)
+
+
 def flags_of_file(path, beside):
     """{flag: value} of the file in --config, `beside` those of the command line. Raises UserError."""
     try:
@@ -110,13 +149,20 @@ def flags_of_file(path, beside):
             flag="config",
             value=path,
         )
+    return flags_in(content, path, beside)
+
+
+def flags_in(content, path, beside):
+    """{flag: value} of the `content` of a file in --config, `beside` those of the command line. Raises UserError."""
     flags = without(NO_FLAGS, content)
     if "data_fingerprint" in content:  # of a run, which another machine may repeat
         flags = without(OF_A_MACHINE, flags)
     if "n_device_axis" in beside:  # which these follow
         flags = without(["n_devices", "pp_interleave"], flags)
+    if beside.keys() & {"n_device_axis", "global_batch_size"}:  # whose batch is divided anew
+        flags = without(SPLIT - {"microbatch_size"}, flags)
     if "train_batch_size" in beside:  # which makes a global batch of its own
-        flags = without(["global_batch_size"], flags)
+        flags = without(["global_batch_size", "accumulation_steps", "microbatches"], flags)
     flags = {utils.ALIASES.get(name, name): value for name, value in flags.items()}
     for name in sorted(flags.keys() - utils.FIELDS.keys()):
         said = (

@@ -218,26 +218,26 @@ RULES = MODEL_RULES + (
 )
 
 
-def apply(rules, flags, found):
-    """`Flags` after these rules, which print what they have to tell."""
+def apply(rules, flags, found, tell=say):
+    """`Flags` after these rules. tell: prints what a rule has to tell; None: nothing is printed."""
     for rule in rules:
         values = rule.values(flags, found)
         settled = flags
         if values:
             settle_by = flags.with_given if rule.is_final else flags.with_defaults
             settled = settle_by(**values)
-        if rule.tell and (words := rule.tell(flags, settled, found)):
-            say(words)
+        if tell and rule.tell and (words := rule.tell(flags, settled, found)):
+            tell(words)
         flags = settled
     return flags
 
 
-def settle(flags, found):
-    """The final configuration, in which nothing is open. It is made here and nowhere else. Raises UserError naming the
-    flag, its value and what would do."""
+def settle(flags, found, tell=say):
+    """The final configuration, in which nothing is open. It is made here and nowhere else. tell: of `apply`. Raises
+    UserError naming the flag, its value and what would do."""
     if found.resumes:
         resume.check_resumable(flags.cfg, found.stored)
-    flags = apply(RULES, flags, found)
+    flags = apply(RULES, flags, found, tell)
     check_vocabulary(flags, found)
     check(flags.cfg)
     if found.resumes:
@@ -246,9 +246,9 @@ def settle(flags, found):
     return flags.cfg
 
 
-def settle_model(flags, found):
-    """`Flags` whose model and schedule are settled, before the devices are known."""
-    return apply(MODEL_RULES, flags, found)
+def settle_model(flags, found, tell=say):
+    """`Flags` whose model and schedule are settled, before the devices are known. tell: of `apply`."""
+    return apply(MODEL_RULES, flags, found, tell)
 
 
 def validate(cfg, n_devices):

@@ -46,11 +46,12 @@ def meshes(cfg, n):
             yield n // pp // tp, pp, tp
 
 
-def variants(cfg, n):
-    """All configurations that --search considers. They have the same global batch."""
+def variants(cfg, n, shapes=None):
+    """All configurations that --search considers. They have the same global batch. shapes: meshes (dp, pp, tp); None:
+    all that can divide the model."""
     total = cfg.data.global_batch_size // cfg.run.accumulation_steps
     found = []
-    for dp, pp, tp in meshes(cfg, n):
+    for dp, pp, tp in shapes or meshes(cfg, n):
         values = WAYS | dict(
             n_device_axis=[(dp, pp, tp)],
             microbatches=divisors(max(1, total // dp)),

@@ -22,9 +22,7 @@ COMPILED = 4  # number of the best configurations that --search compiles
 def main(flags):
     """Print the plan of the run that the flags describe, and write --plan_json. Returns 3 where it does not fit."""
     asked = flags.cfg.plan
-    machine = parse_machine(asked.plan)
-    if asked.plan != machine.name:
-        say(f"{asked.plan} is {machine.name}, {machine.n} x {machine.chip.name}")
+    machine = machine_of_flag("plan", asked.plan)
     cfg = planned_config(flags, machine)
     configure_jax(cfg)
     compiler = not asked.by_formulas and machines.has_compiler(machine)
@@ -58,6 +56,18 @@ def main(flags):
         if plan.compiled and asked.plan_json.endswith(".json"):
             write_file(asked.plan_json.removesuffix(".json") + ".hlo", plan.compiled.text)
     return 0 if plan.fits else 3
+
+
+def machine_of_flag(flag, name):
+    """The `Machine` that the value of --plan or --design names; it is printed where that is another name. Raises
+    UserError."""
+    try:
+        machine = parse_machine(name)
+    except UserError as e:
+        raise e.renamed(plan=f"--{flag}") from None
+    if name != machine.name:
+        say(f"{name} is {machine.name}, {machine.n} x {machine.chip.name}")
+    return machine
 
 
 def planned_config(flags, machine):
@@ -94,14 +104,8 @@ def compiled_plan(cfg, machine):
 def search(cfg, machine, compiler):
     """The `Plan`s of the best configuration of every mesh, the fastest first. compiler: whether to compile the best
     ones."""
-    best = {}
     tried = variants(cfg, machine.n)
-    for new in tried:
-        plan = make_plan(new, machine)
-        mesh = new.run.n_device_axis
-        if mesh not in best or rank(plan) < rank(best[mesh]):
-            best[mesh] = plan
-    found = sorted(best.values(), key=rank)
+    found = best_of_meshes(tried, machine)
     if not found:
         raise UserError(
             f"no mesh of {machine.n} devices fits these flags; a --global_batch_size with more divisors than "
@@ -116,6 +120,17 @@ def search(cfg, machine, compiler):
             say(f"compiling the best on {plan.cfg.run.n_device_axis}")
             found[i] = compiled_plan(plan.cfg, machine)
     return sorted(found, key=lambda plan: (not plan.fits, not plan.compiled, *rank(plan)))
+
+
+def best_of_meshes(tried, machine):
+    """The `Plan`s by formulas of the best Config of each mesh among those that were `tried`, the fastest first."""
+    best = {}
+    for cfg in tried:
+        plan = make_plan(cfg, machine)
+        mesh = cfg.run.n_device_axis
+        if mesh not in best or rank(plan) < rank(best[mesh]):
+            best[mesh] = plan
+    return sorted(best.values(), key=rank)
 
 
 def rank(plan):

@@ -38,16 +38,19 @@ def main(argv):
     of_text, words = read_words(TextOptions, argv, "main.py", others=utils.Config, hints=HINTS)
     text_options = TextOptions(**of_text)
     given, _ = read_words(utils.Config, words, "main.py", hints=HINTS)
-    if given.get("preset") == "list":
+    # both need no shards: a design without --data names a corpus itself
+    if given.get("preset") == "list" or ("design" in given and "data" not in given):
         return argv
     if "config" in given:
         given = flags_of_file(given["config"], given) | given
-    if "preset" not in given:
+    if "preset" not in given and "design" not in given:
         words = ["--preset", "tiny", *words]
     tokenizer = given.get("tokenizer") or tokenizer_of_weights(given)
     vocab_size = given.get("vocab_size")
     making = text_options, tokenizer, vocab_size
-    if "data" not in given:
+    if given.get("data") == f"{STDLIB}-{vocab_size}" and not is_made(given["data"]):
+        corpus_of("stdlib", *making)  # which a design without --data is for
+    elif "data" not in given:
         folder = STDLIB
         # existing shards are used, even if another version of Python made them of another library
         if tokenizer or vocab_size or text_options != TextOptions() or not is_made(folder):
@@ -56,7 +59,7 @@ def main(argv):
     elif is_text(given):
         folder, name = corpus_of(given["data"], *making)
         words += ["--data", folder]
-        if "name" not in given:
+        if "name" not in given and "design" not in given:
             words += ["--name", name]
     return [*words, *simulated(given)]
 

@@ -8,6 +8,7 @@ class Workbench(NamedTuple):
     """Functions that import what they need only when they are called; main.py: workbench makes this record."""
 
     plan: Callable  # (flags) -> exit status of a program with --plan
+    design: Callable  # (flags) -> exit status of a program with --design
     weights: Callable  # () -> the module inference/weights.py, for --init_from
     # () -> the module planning/plans_of_runs.py, which estimates memory and speed
     plans_of_runs: Callable

@@ -245,6 +245,21 @@ on_host() {
   return "$status"
 }
 
+# with_config WORD...: set the array `flags` to these words, but the name of a file here that --config names is replaced
+# by its text: the hosts do not have the file.
+with_config() {
+  local word file before=
+  flags=()
+  for word; do
+    file=
+    [[ $before != --config ]] || file=$word
+    [[ $word != --config=* ]] || file=${word#*=}
+    if [[ -n $file && -f $file ]]; then word=${word%"$file"}$(<"$file"); fi
+    flags+=("$word")
+    before=$word
+  done
+}
+
 # read_program: set the array `program` to what `flags` of tools/cluster/on_host.sh needs of COMMIT: the number of
 # files, then the name and the text of each. Of files that may hold a tokenizer the name is enough.
 read_program() {
