@@ -44,9 +44,9 @@ def workbench():
         return command.main(flags)
 
     def design(flags):
-        from planning import design
+        from planning import design_page
 
-        return design.main(flags)
+        return design_page.main(flags)
 
     def weights():
         from inference import weights

@@ -17,35 +17,26 @@ import utils
 from config import settle
 from config.flags import Flags, Found, without
 from config.settle import largest_vocabulary
-from planning import machines, prices, recipe
+from planning import machines, recipe
 from planning.advice import variants
-from planning.command import COMPILED, best_of_meshes, compiled_plan, machine_of_flag
+from planning.command import COMPILED, best_of_meshes, compiled_plan
 from planning.plan import MARGIN, SEARCHED, Plan, make_plan
 from runtime import installation
-from runtime.files import check_writable, read_json, write_json
-from runtime.jax_setup import configure_jax
-from runtime.messages import UserError, say, short, size
-from runtime.pulse import Pulse
+from runtime.files import check_writable, read_json
+from runtime.messages import UserError, say, short
 from shards.listing import manifests
-from training.sizes import tokens_in_words
 
 # The share of the hours in which no step runs: compilation, evaluation, checkpoints, a restart or two. And the seconds
 # of a start, which count in a run of minutes.
 SPARE, START = 0.1, 60
-EPOCHS = (
-    4  # up to which repeated text is worth almost as much as new text: arXiv:2305.16264, section 6
-)
-# Share of TOKENS_PER_PARAMETER with which a model is kept whose compiled step is slower than the formulas said.
-ENOUGH = 0.85
+# Up to which repeated text is worth almost as much as new text: arXiv:2305.16264, section 6.
+EPOCHS = 4
+# The share of TOKENS_PER_PARAMETER that is enough, so that the model next in size is taken where it is nearer to it.
+ENOUGH = 0.7
 # The text where nobody gave --data: on accelerators the smallest of these corpora (data/corpora.json) of which EPOCHS
 # passes suffice, on a CPU Python's standard library; and the vocabulary for each.
 CORPORA = ("fineweb-edu-10BT", "fineweb-edu-100BT")
 GPT2_VOCABULARY, SMALL_VOCABULARY = 50_257, 2048
-# The flags in the file, beside those that a run keeps: what else the design decides.
-DECIDED = {"name", "data", "global_batch_size", "training_steps", "warmup_steps", "decay_steps"}
-DECIDED |= {"eval_every", "eval_steps", "save_steps"}
-DECIDED |= {"n_device_axis", "pp_interleave", "microbatches", "accumulation_steps"}
-DECIDED |= {"remat", "fsdp", "sequence_parallel"}
 
 
 class Budget(NamedTuple):
@@ -81,6 +72,9 @@ class Setting(NamedTuple):
     text: Text
     vocabulary: int
     widths: tuple  # that may be chosen; (0,): the flags give the model
+    plans: (
+        dict  # {(width, sequences of a step): fastest `Plan`} so far, each of which takes a second
+    )
 
 
 class Design(NamedTuple):
@@ -94,31 +88,6 @@ class Design(NamedTuple):
     def tokens(self):
         """Tokens that it trains on."""
         return self.plan.tokens * self.plan.cfg.run.training_steps
-
-
-def main(flags):
-    """Print the design for the machine, hours and tokens in `flags`, and write its flags into --design_json."""
-    asked = flags.cfg.design
-    check_asked(flags)
-    machine = machine_of_flag("design", asked.design)
-    # as with --plan: no device is here, and flags are checked for those of the machine
-    flags = flags.with_defaults(plan=machine.name, compilation_cache="")
-    configure_jax(flags.cfg)
-    compiler = not flags.cfg.plan.by_formulas and machines.has_compiler(machine)
-    if compiler:
-        machines.devices_of(machine)  # a slice that does not exist is refused at once
-    setting = setting_of(flags, machine)
-    budget = budget_of(asked, setting)
-    with Pulse(f"designing a run for {machine.name}"):
-        found = designed(setting, budget, compiler)
-        others = {}
-        for factor in (0.5, 2):
-            others[factor] = chosen(setting, budget.times(factor))
-    text = text_of(setting, found.tokens)
-    about = dict(machine=machine.name, hours=asked.hours, tokens=found.tokens)
-    write_json(asked.design_json, dict(design=about) | flags_in_file(setting, found, text))
-    print("\n".join(page(asked, found, text, others)), flush=True)
-    return 0 if has_room(found.plan) else 3
 
 
 def check_asked(flags):
@@ -174,7 +143,7 @@ def setting_of(flags, machine):
         text = Text("", [], math.inf, "")
     given = {"preset", "architecture", "model_dimension"} & flags.given
     widths = (0,) if given else recipe.WIDTHS
-    return Setting(flags, machine, text, text.vocabulary or vocabulary, widths)
+    return Setting(flags, machine, text, text.vocabulary or vocabulary, widths, plans={})
 
 
 def text_in(cfg, folder, make=""):
@@ -205,8 +174,7 @@ def designed(setting, budget, compiler):
     while True:
         found = with_best_mesh(setting, budget, found, compiler)
         at = setting.widths.index(found.width)
-        wanted = min(budget.tokens, ENOUGH * recipe.TOKENS_PER_PARAMETER * found.active)
-        if at == 0 or (has_room(found.plan) and found.tokens >= wanted):
+        if at == 0 or (has_room(found.plan) and sees_enough(found)):
             return found
         found = candidate(setting, budget, setting.widths[at - 1])
 
@@ -217,8 +185,7 @@ def chosen(setting, budget):
 
     def is_too_large(width):
         design = found[width] = candidate(setting, budget, width)
-        enough = design.tokens >= recipe.TOKENS_PER_PARAMETER * design.active
-        return not (has_room(design.plan) and enough)
+        return not (has_room(design.plan) and sees_enough(design))
 
     at = bisect.bisect_left(setting.widths, True, key=is_too_large)
     width = setting.widths[
@@ -227,15 +194,19 @@ def chosen(setting, budget):
     return found.get(width) or candidate(setting, budget, width)
 
 
+def sees_enough(design):
+    """Whether a model trains on enough tokens for its size."""
+    return design.tokens >= ENOUGH * recipe.TOKENS_PER_PARAMETER * design.active
+
+
 def check_long_enough(setting, budget, found):
     """Raises UserError where the hours do not even train the smallest model."""
-    wanted = min(budget.tokens, recipe.TOKENS_PER_PARAMETER * found.active)
-    if found.tokens >= wanted or found.width != recipe.WIDTHS[0]:
+    wanted = ENOUGH * recipe.TOKENS_PER_PARAMETER * found.active
+    if found.tokens >= min(wanted, budget.tokens) or found.width != recipe.WIDTHS[0]:
         return
     hours = (wanted / found.plan.tokens_per_second + START) / (1 - SPARE) / 3600
     raise UserError(
-        f"the smallest model, of {short(found.active)} parameters, needs {hours:.2g} hours on {setting.machine.name} "
-        f"for {recipe.TOKENS_PER_PARAMETER} tokens a parameter",
+        f"the smallest model, of {short(found.active)} parameters, needs {hours:.2g} hours on {setting.machine.name}",
         flag="hours",
         value=f"{setting.flags.cfg.design.hours:g}",
     )
@@ -247,7 +218,8 @@ def candidate(setting, budget, width):
     tokens = min(budget.tokens, 1e9)
     for _ in range(2):
         cfg, active = configured(setting, width, tokens)
-        plan = fastest(setting, cfg)
+        key = width, cfg.data.global_batch_size
+        plan = setting.plans[key] = setting.plans.get(key) or fastest(setting, cfg)
         tokens = tokens_within(budget, plan, active)
     return Design(with_tokens(setting, plan, tokens, active), width, active)
 
@@ -280,7 +252,7 @@ def active_params(cfg):
 def training_flags(cfg, tokens, active):
     """`recipe.training_flags` of a Config on that many tokens."""
     per_step = cfg.data.global_batch_size * cfg.model.T
-    return recipe.training_flags(tokens, per_step, active, cfg.model.T)
+    return recipe.training_flags(tokens, per_step, active, cfg.model.T, cfg.model.model_dimension)
 
 
 def divisible(number, n):
@@ -382,118 +354,3 @@ def text_of(setting, tokens):
     found = text_in(setting.flags.cfg, f"data/shards/{name}")
     make = "" if found.shards else f"python data/prepare.py {name}"
     return found._replace(tokens=corpora[name]["tokens"], make=make)
-
-
-def flags_in_file(setting, found, text):
-    """{flag: value} that trains what was designed, whatever preset it is given beside."""
-    cfg = found.plan.cfg
-    given = setting.flags.given - utils.flags_with(per_process=True)
-    names = (utils.KEPT | DECIDED | given) - utils.flags_with(derived=True)
-    flags = {flag: value for flag, value in utils.flatten(cfg).items() if flag in names}
-    return flags | dict(data=text.folder)
-
-
-def page(asked, found, text, others):
-    """The page that is printed, as a list of lines. text: the `Text`. others: {factor: `Design` of that many times the
-    hours or tokens}."""
-    plan, cfg = found.plan, found.plan.cfg
-    o, m = cfg.optimizer, cfg.model
-    by = plan.machine.compiler if plan.compiled else "formulas"
-    return [
-        f"design       {asked.design}{amount_of(asked)}: written to {asked.design_json}",
-        f"model        {model_in_words(cfg, found.active)}",
-        f"data         {data_in_words(found, text)}",
-        f"batch        {tokens_in_words(cfg)}",
-        f"optimizer    {o.optimizer}: rate {o.max_lr:g} after {o.warmup_steps:,} steps of warm-up, then {o.schedule} "
-        f"to {o.end_lr:g}; decay {o.weight_decay:g}, momentum {o.muon_momentum:g}",
-        f"mesh         (dp, pp, tp) = {cfg.run.n_device_axis}, {cfg.data.microbatches} microbatches, "
-        f"--remat {m.remat}, --fsdp {m.fsdp}",
-        f"memory       {size(plan.memory.total)} of a device's {size(plan.memory_limit)}",
-        f"step         {plan.step:.3f} s by {by}: {plan.tokens_per_second:,.0f} tokens/s, MFU {plan.mfu:.1%}",
-        *cost_lines(asked, plan),
-        *[other_line(factor, asked, other) for factor, other in others.items()],
-        *first_lines(asked, found),
-        "run it       python main.py --config FILE, bash run.sh local --config FILE, or on all hosts bash launcher.sh "
-        "--config FILE".replace("FILE", asked.design_json),
-    ]
-
-
-def amount_of(asked):
-    """The hours and the tokens that were asked for, in words."""
-    hours = f", {asked.hours:g} hours" if asked.hours else ""
-    return hours + (f", {short(asked.tokens)} tokens" if asked.tokens else "")
-
-
-def model_in_words(cfg, active):
-    """The size and the shape of the model."""
-    m = cfg.model
-    total, _, embedding = model.count_params(cfg)
-    layers = m.first_layers + m.blocks * m.layers_per_block
-    experts = (
-        f", {m.n_experts} experts of which a token uses {m.experts_per_token}"
-        if m.n_experts
-        else ""
-    )
-    return (
-        f"{short(total + embedding)} parameters, of which a token uses {short(active)}: width {m.model_dimension}, "
-        f"{layers} layers{experts}, {m.vocab_size:,} tokens of vocabulary"
-    )
-
-
-def data_in_words(found, text):
-    """The tokens of a `Design` and where they come from."""
-    epochs = found.tokens / text.tokens
-    words = f"{short(found.tokens)} tokens, {found.tokens / found.active:.1f} for each of these parameters"
-    words += f"; {text.folder}"
-    if epochs:
-        words += f" has {short(text.tokens)}, so {epochs:.2f} epochs"
-    return words + (f" ({text.make})" if text.make else "")
-
-
-def cost_lines(asked, plan):
-    """The hours of a run, and what its machine costs."""
-    machine = plan.machine
-    hours = asked.hours or plan.hours / (1 - SPARE)
-    lines = [f"run          {plan.hours:,.2g} hours of steps"]
-    if asked.hours:
-        lines[0] += (
-            f"; the rest of {asked.hours:g} is for compilation, evaluation, checkpoints and restarts"
-        )
-    if machine.platform != "cpu":
-        price = prices.price_of(machine.chip.name, machine.n // machine.chip.cores, hours)
-        lines.append(f"cost         {price.chip_hours:,.0f} chip-hours: {price}")
-    return lines
-
-
-def other_line(factor, asked, other):
-    """What half or twice the budget trains."""
-    label = "half" if factor < 1 else "twice"
-    amount = (
-        f"{asked.hours * factor:g} hours"
-        if asked.hours
-        else f"{short(asked.tokens * factor)} tokens"
-    )
-    return (
-        f"{label:<13}{amount}: {short(other.active)} parameters for a token, {short(other.tokens)} tokens, "
-        f"{other.plan.hours:,.2g} hours of steps"
-    )
-
-
-def first_lines(asked, found):
-    """The commands to try first: a tenth of the tokens, at the rate that the recipe has for so few, and at half of
-    it."""
-    cfg = found.plan.cfg
-    short_run = training_flags(cfg, found.tokens / 10, found.active)
-    changed = {
-        flag: value for flag, value in short_run.items() if value != utils.flatten(cfg)[flag]
-    }
-    words = " ".join(f"--{flag} {value:g}" for flag, value in changed.items() if flag != "max_lr")
-    lines = [
-        f"first        a tenth of the tokens at two rates, {found.plan.hours / 10:.2g} hours each; then compare"
-    ]
-    names = []
-    for number, rate in enumerate((short_run["max_lr"], short_run["max_lr"] / 2), 1):
-        names.append(f"runs/{cfg.run.name}-{number}")
-        command = f"python main.py --config {asked.design_json} {words} --max_lr {rate:g}"
-        lines.append(f"               {command} --name {cfg.run.name}-{number}")
-    return [*lines, f"               python tools/compare.py {' '.join(names)}"]
