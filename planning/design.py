@@ -12,6 +12,7 @@ import math
 import re
 from typing import NamedTuple
 
+import architectures
 import model
 import utils
 from config import settle
@@ -37,6 +38,7 @@ ENOUGH = 0.7
 # passes suffice, on a CPU Python's standard library; and the vocabulary for each.
 CORPORA = ("fineweb-edu-10BT", "fineweb-edu-100BT")
 GPT2_VOCABULARY, SMALL_VOCABULARY = 50_257, 2048
+LOCAL = "bash run.sh local"  # which makes the shards of the standard library
 
 
 class Budget(NamedTuple):
@@ -136,9 +138,7 @@ def setting_of(flags, machine):
                 value=cfg.data.data,
             )
     elif small:
-        text = text_in(
-            cfg, f"data/shards/stdlib-{vocabulary}", "bash run.sh local --config makes it"
-        )
+        text = text_in(cfg, f"data/shards/stdlib-{vocabulary}", LOCAL)
     else:
         text = Text("", [], math.inf, "")
     given = {"preset", "architecture", "model_dimension"} & flags.given
@@ -201,9 +201,10 @@ def sees_enough(design):
 
 def check_long_enough(setting, budget, found):
     """Raises UserError where the hours do not even train the smallest model."""
-    wanted = ENOUGH * recipe.TOKENS_PER_PARAMETER * found.active
-    if found.tokens >= min(wanted, budget.tokens) or found.width != recipe.WIDTHS[0]:
+    all_tokens = found.tokens > 0.9 * budget.tokens  # all that there are, but for the last step
+    if sees_enough(found) or all_tokens or found.width != recipe.WIDTHS[0]:
         return
+    wanted = ENOUGH * recipe.TOKENS_PER_PARAMETER * found.active
     hours = (wanted / found.plan.tokens_per_second + START) / (1 - SPARE) / 3600
     raise UserError(
         f"the smallest model, of {short(found.active)} parameters, needs {hours:.2g} hours on {setting.machine.name}",
@@ -251,8 +252,11 @@ def active_params(cfg):
 
 def training_flags(cfg, tokens, active):
     """`recipe.training_flags` of a Config on that many tokens."""
-    per_step = cfg.data.global_batch_size * cfg.model.T
-    return recipe.training_flags(tokens, per_step, active, cfg.model.T, cfg.model.model_dimension)
+    m = cfg.model
+    per_step = cfg.data.global_batch_size * m.T
+    flags = recipe.training_flags(tokens, per_step, active, m.T, m.model_dimension)
+    # a preset may be of an architecture that lacks some of them
+    return without(architectures.flags_without_choice(m.architecture), flags)
 
 
 def divisible(number, n):

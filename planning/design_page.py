@@ -8,6 +8,7 @@ import utils
 from planning import machines, prices
 from planning.command import machine_of_flag
 from planning.design import (
+    LOCAL,
     SPARE,
     budget_of,
     check_asked,
@@ -84,9 +85,9 @@ def page(asked, found, text, others):
         f"step         {plan.step:.3f} s by {by}: {plan.tokens_per_second:,.0f} tokens/s, MFU {plan.mfu:.1%}",
         *cost_lines(asked, plan),
         *[other_line(factor, asked, other) for factor, other in others.items()],
-        *first_lines(asked, found),
-        "run it       python main.py --config FILE, bash run.sh local --config FILE, or on all hosts bash launcher.sh "
-        "--config FILE".replace("FILE", asked.design_json),
+        *first_lines(asked, found, text),
+        f"all of it    {program(text)} --config {asked.design_json}",
+        f"             bash launcher.sh --config {asked.design_json}          on all hosts of a slice or a cluster",
     ]
 
 
@@ -119,7 +120,7 @@ def data_in_words(found, text):
     words += f"; {text.folder}"
     if epochs:
         words += f" has {short(text.tokens)}, so {epochs:.2f} epochs"
-    return words + (f" ({text.make})" if text.make else "")
+    return words + (f", made by: {text.make}" if text.make else "")
 
 
 def cost_lines(asked, plan):
@@ -148,7 +149,12 @@ def other_line(factor, asked, other):
     )
 
 
-def first_lines(asked, found):
+def program(text):
+    """The command that trains on a `Text`: where its shards are missing and can be made here, one that makes them."""
+    return text.make if text.make == LOCAL else "python main.py"
+
+
+def first_lines(asked, found, text):
     """The commands to try first: a tenth of the tokens, at the rate that the recipe has for so few, and at half of
     it."""
     cfg = found.plan.cfg
@@ -164,6 +170,6 @@ def first_lines(asked, found):
     names = []
     for number, rate in enumerate((short_run["max_lr"], short_run["max_lr"] / 2), 1):
         names.append(f"runs/{cfg.run.name}-{number}")
-        command = f"python main.py --config {asked.design_json} {words} --max_lr {rate:g}"
+        command = f"{program(text)} --config {asked.design_json} {words} --max_lr {rate:g}"
         lines.append(f"               {command} --name {cfg.run.name}-{number}")
     return [*lines, f"               python tools/compare.py {' '.join(names)}"]

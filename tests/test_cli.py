@@ -38,7 +38,7 @@ from tools import bench, checkpoints, common, compare, evaluate, hf, trace
 from training.sizes import tokens_per_step, val_batch_shape
 
 FLAGS = parser.fields_of(utils.Config)
-FIELDS = {name: f for name, f in FLAGS.items() if not hasattr(utils.Plan, name)}  # of a run
+FIELDS = {name: f for name, f in FLAGS.items() if name in utils.FIELDS}  # of a run
 
 
 def another(name, value):
@@ -354,11 +354,11 @@ def test_flags_of_other_programs_are_answered_with_those_here():
 
 # What people look for, and what the answer must name
 LOOKED_FOR = {
-    "depth": ["--blocks x --layers_per_block", "--preset list"],
+    "depth": ["--design MACHINE with --hours", "--blocks x --layers_per_block"],
     "lora qlora": ["pretrains", "tools/hf.py", "peft"],
     "sft finetune dpo rl": ["pretrains", "tools/hf.py", "trl", "--init_from"],
-    "tokens train_tokens max_tokens_total": ["--training_steps x --global_batch_size x --T"],
-    "hours max_hours time_limit": ["--training_steps", "timeout -s INT 3h"],
+    "train_tokens max_tokens_total": ["--tokens", "--training_steps x --global_batch_size x --T"],
+    "max_hours time_limit": ["--hours", "--training_steps", "timeout -s INT 3h"],
     "find_lr lr_finder": ["docs/rates.md", "--max_lr"],
     "dry_run": ["--plan MACHINE"],
     "test_run smoke debug": ["--preset tiny --training_steps 20", "--plan MACHINE"],

@@ -152,7 +152,7 @@ def test_launcher_refuses_its_words_in_wrong_places_and_no_flag_of_main(reposito
         assert not result.stdout
     result = repository.launch("--restart", "--preset", "tiny", "-h", **hosts)
     assert result.returncode == 0 and result.stdout.startswith("usage: bash launcher.sh")
-    names = [*utils.flatten(utils.Config()), *vars(utils.Plan())]
+    names = [*utils.flatten(utils.Config()), *vars(utils.Plan()), *vars(utils.Design())]
     flags = [f"--{no}{name}" for name in names for no in ("", "no_", "no-")]
     result = repository.launch(*flags, "--name", "status", COMMIT="none", **hosts)
     assert_one_sentence(result, 1, "COMMIT=none")

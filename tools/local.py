@@ -21,6 +21,7 @@ import utils
 from config.command_line import HINTS, flags_of_file
 from config.parser import read_words
 from data.own_text import TextOptions, corpus_of
+from data.prepare import CORPORA
 from runtime import interrupts, platforms
 from runtime.files import is_remote
 from runtime.messages import UserError, nearest, one_sentence
@@ -91,6 +92,8 @@ def is_text(given):
         other = nearest(name, beside)
         if re.fullmatch(r"[\w.-]+/[\w.-]+", data) and not other:
             other = "; data/tokenize_shards.py makes shards of a dataset of the Hugging Face hub"
+        if name in CORPORA:
+            other = f"; python data/prepare.py {name} makes these shards"
         raise UserError(
             f"there is no such file or folder; give a text file, a folder of text, or a folder of "
             f"shards{other}",

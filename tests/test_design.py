@@ -1,0 +1,134 @@
+"""`--design`: what is chosen for a machine and some hours, and that the file which it writes trains exactly that."""
+
+import json
+
+import pytest
+from helpers import flags_of, refusal
+
+import utils
+from config import command_line
+from planning import command, design, design_page, recipe
+from runtime import platforms
+
+
+@pytest.fixture
+def designed(tmp_path, capsys, monkeypatch):
+    """A function that designs a run by formulas: (its file's {flag: value}, the page that was printed)."""
+    # two sizes suffice to choose between, and each takes a second
+    monkeypatch.setattr(recipe, "WIDTHS", (64, 256))
+    path = tmp_path / "designed.json"
+
+    def designed(machine, *words, **flags):
+        words = [*flags_of(**flags, design=machine, design_json=path), "--by_formulas", *words]
+        capsys.readouterr()
+        design_page.main(command_line.parse(words))
+        return json.loads(path.read_text()), capsys.readouterr().out
+
+    return designed
+
+
+def plan_of(tmp_path, *words):
+    """The plan of a command line, by formulas."""
+    path = tmp_path / "plan.json"
+    flags = command_line.parse([*words, "--by_formulas", "--plan_json", str(path)])
+    command.main(flags)
+    return json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("machine, hours", [("v5e-8", 1), ("6xA100", 0.5), ("1xT4", 9)])
+def test_the_file_has_the_plan_of_the_page(designed, tmp_path, machine, hours):
+    """Its steps take the hours but for what is spared, also on devices whose number is no power of two."""
+    flags, page = designed(machine, hours=hours)
+    planned = plan_of(tmp_path, "--config", str(tmp_path / "designed.json"), "--plan", machine)
+    assert planned["fits"]
+    assert planned["hours"] * 3600 == pytest.approx(
+        (1 - design.SPARE) * 3600 * hours - design.START, rel=0.01
+    )
+    assert flags["design"]["tokens"] == planned["tokens"] * flags["training_steps"]
+    assert f"step         {planned['seconds']['step']:.3f} s by formulas" in page
+    assert f"MFU {planned['mfu']:.1%}" in page and "on demand" in page
+
+
+def test_the_file_is_the_same_run_beside_any_preset(designed, tmp_path):
+    designed("v5e-4", tokens=1e8)
+    path = str(tmp_path / "designed.json")
+    alone, beside = (
+        command_line.parse(["--config", path, *words]).cfg for words in ([], ["--preset", "tiny"])
+    )
+    now, then = utils.flatten(alone), utils.flatten(beside)
+    kept = utils.KEPT | design_page.DECIDED
+    assert {flag: now[flag] for flag in kept} == {flag: then[flag] for flag in kept}
+    # and so it is where the launcher sends its text
+    sent = command_line.parse(["--config", (tmp_path / "designed.json").read_text()]).cfg
+    assert utils.replace(alone, config="") == sent
+
+
+def test_given_flags_stay_and_the_rest_follows(designed):
+    given = dict(max_lr=0.003, n_device_axis=(2, 1, 2), model_dimension=192, global_batch_size=16)
+    flags, _ = designed("4xL4", hours=1, **given)
+    assert {flag: flags[flag] for flag in given} == given | dict(n_device_axis=[2, 1, 2])
+    assert flags["optimizer"] == "muon" and flags["training_steps"] > 1
+    preset, _ = designed("1xL4", hours=1, preset="gpt2-tiny")
+    assert preset["architecture"] == "gpt2" and preset["model_dimension"] == 128
+
+
+def test_text_is_seen_four_times_at_most(designed, text_shards, capsys):
+    """A model of less text is smaller, and never of another vocabulary."""
+    n = sum(
+        x["tokens"] for x in json.loads((text_shards / "train/manifest.json").read_text())["shards"]
+    )
+    flags, page = designed("1xL4", hours=5, data=text_shards)
+    step = flags["global_batch_size"] * flags["T"]
+    assert abs(flags["design"]["tokens"] - design.EPOCHS * n) < step and "4.00 epochs" in page
+    assert flags["model_dimension"] == 64 and flags["vocab_size"] == 512
+    assert flags["data"] == str(text_shards)
+
+
+def test_more_hours_train_a_larger_model(designed):
+    small, page = designed("1xL4", hours=0.3)
+    large, _ = designed("1xL4", hours=5)
+    assert (small["model_dimension"], large["model_dimension"]) == (64, 256)
+    assert small["max_lr"] > large["max_lr"]
+    assert page.count("--max_lr") == 3 and "half" in page and "twice" in page
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["v5e-8"], "needs --hours"),
+        (["v5e-9", "--hours", "1"], "--design v5e-9: there is no such slice"),
+        (["9xFoo", "--hours", "1"], "--design 9xFoo: must be a slice"),
+        (["v5e-8", "--hours", "0.01"], "--hours 0.01: must be more than"),
+        (["1xT4", "--hours", "0.02"], "the smallest model"),
+        (["v5e-8", "--hours", "1", "--optimizer", "adamw"], "--optimizer adamw"),
+        (["v5e-8", "--hours", "1", "--data", "/nowhere"], "--data /nowhere: no shards"),
+        (["v5e-8", "--hours", "1", "--train_batch_size", "4"], "--train_batch_size 4"),
+    ],
+)
+def test_what_cannot_be_designed_is_refused(tmp_path, monkeypatch, words, said):
+    monkeypatch.setattr(recipe, "WIDTHS", (256,))
+    words = ["--design", *words, "--by_formulas", "--design_json", str(tmp_path / "designed.json")]
+    refusal(lambda: design_page.main(command_line.parse(words)), said)
+    assert not (tmp_path / "designed.json").exists()
+
+
+def test_a_file_that_no_design_wrote_is_kept(designed, tmp_path):
+    (tmp_path / "designed.json").write_text('{"max_lr": 0.1}')
+    refusal(lambda: designed("v5e-8", hours=1), "holds flags that no design wrote")
+
+
+@pytest.mark.parametrize("word", ["--hours 3", "--tokens 1e9"])
+def test_a_budget_needs_a_machine(word):
+    refusal(lambda: command_line.parse(word.split()), "needs --design beside it")
+
+
+def test_a_cpu_is_measured(designed, monkeypatch, tmp_path):
+    """And a design for it is the same as its plan."""
+    monkeypatch.setattr(platforms, "cpu_has_bfloat16", lambda: False)
+    flags, page = designed("cpu", hours=0.1)
+    assert flags["model_dtype"] == "float32" and flags["data"] == "data/shards/stdlib-2048"
+    planned = plan_of(tmp_path, "--config", str(tmp_path / "designed.json"), "--plan", "cpu")
+    assert (
+        planned["hours"] == pytest.approx(0.9 * 0.1 - 1 / 60, rel=0.01)
+        and "bash run.sh local" in page
+    )
