@@ -80,7 +80,7 @@ def parse(argv, load=load_tokenizer, elsewhere=False):
 
 def check_machine_flags(cfg, given):
     """Raises UserError where a flag of --plan or --design is given without it."""
-    beside_design = {"hours", "tokens", "design_json"} & given.keys()
+    beside_design = {"hours", "tokens", "loss", "design_json"} & given.keys()
     beside_plan = {"search", "plan_json"} & given.keys()
     if "by_formulas" in given and not cfg.design.design:
         beside_plan |= {"by_formulas"}

@@ -18,7 +18,7 @@ import utils
 from config import settle
 from config.flags import Flags, Found, without
 from config.settle import largest_vocabulary
-from planning import machines, recipe
+from planning import ladder, machines, recipe
 from planning.advice import variants
 from planning.command import COMPILED, best_of_meshes, compiled_plan
 from planning.plan import MARGIN, SEARCHED, Plan, make_plan
@@ -37,7 +37,7 @@ ENOUGH = 0.7
 # The text where nobody gave --data: on accelerators the smallest of these corpora (data/corpora.json) of which EPOCHS
 # passes suffice, on a CPU Python's standard library; and the vocabulary for each.
 CORPORA = ("fineweb-edu-10BT", "fineweb-edu-100BT")
-GPT2_VOCABULARY, SMALL_VOCABULARY = 50_257, 2048
+GPT2_VOCABULARY, SMALL_VOCABULARY = 50_257, 1024
 LOCAL = "bash run.sh local"  # which makes the shards of the standard library
 
 
@@ -59,6 +59,14 @@ class Text(NamedTuple):
     shards: list  # of `listing.manifests`; [] where they are not made yet
     tokens: float  # to train on, in one epoch; inf where that is not known
     make: str  # the command that makes the shards; "" where they are there
+
+    @property
+    def is_ladders(self):
+        """Whether losses on it are predicted by planning/ladder.py."""
+        made = [made for _, _, made in self.shards]
+        if not made and self.make == LOCAL:  # which will make this
+            made = [dict(source="stdlib", vocab_size=SMALL_VOCABULARY)]
+        return bool(made) and all(map(ladder.applies_to, made))
 
     @property
     def vocabulary(self):
@@ -95,7 +103,7 @@ class Design(NamedTuple):
 def check_asked(flags):
     """Raises UserError where the flags beside --design say too little, or what a design cannot keep."""
     asked = flags.cfg.design
-    if not (asked.hours or asked.tokens or "training_steps" in flags.given):
+    if not (asked.hours or asked.tokens or asked.loss or "training_steps" in flags.given):
         raise UserError(
             "needs --hours of the machine beside it, or --tokens to train on",
             flag="design",
@@ -163,8 +171,30 @@ def budget_of(asked, setting):
         raise UserError(
             f"must be more than {least:.2f}, which a start takes", flag="hours", value=asked.hours
         )
-    tokens = min(asked.tokens or math.inf, EPOCHS * setting.text.tokens)
+    wanted = asked.tokens or math.inf
+    if asked.loss:
+        wanted = min(wanted, tokens_for(setting, asked.loss))
+    tokens = min(wanted, EPOCHS * setting.text.tokens)
     return Budget(seconds if asked.hours else math.inf, tokens)
+
+
+def tokens_for(setting, loss):
+    """Tokens of a run that should end with this loss, by planning/ladder.py. Raises UserError where the text is not
+    that of the ladder, or no model is large enough."""
+    if not setting.text.is_ladders:
+        raise UserError(
+            f"losses are predicted for Python's standard library in a vocabulary of "
+            f"{ladder.record()['corpus']['vocab_size']:,} alone; give --hours or --tokens",
+            flag="loss",
+            value=loss,
+        )
+    operations = ladder.operations_for(loss)
+    for width in setting.widths:
+        cfg, active = configured(setting, width, 1e9)
+        tokens = recipe.TOKENS_PER_PARAMETER * active
+        if model.flops_per_token(cfg) * tokens >= operations:
+            return operations / model.flops_per_token(cfg)
+    raise UserError("no model here is large enough for that", flag="loss", value=loss)
 
 
 def designed(setting, budget, compiler):

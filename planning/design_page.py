@@ -5,7 +5,7 @@ Comes next: `main.py --config designed.json`, which trains it.
 
 import model
 import utils
-from planning import machines, prices
+from planning import ladder, machines, prices
 from planning.command import machine_of_flag
 from planning.design import (
     LOCAL,
@@ -84,6 +84,7 @@ def page(asked, found, text, others):
         f"memory       {size(plan.memory.total)} of a device's {size(plan.memory_limit)}",
         f"step         {plan.step:.3f} s by {by}: {plan.tokens_per_second:,.0f} tokens/s, MFU {plan.mfu:.1%}",
         *cost_lines(asked, plan),
+        *loss_lines(found, text),
         *[other_line(factor, asked, other) for factor, other in others.items()],
         *first_lines(asked, found, text),
         f"all of it    {program(text)} --config {asked.design_json}",
@@ -135,6 +136,16 @@ def cost_lines(asked, plan):
         price = prices.price_of(machine.chip.name, machine.n // machine.chip.cores, hours)
         lines.append(f"cost         {price.chip_hours:,.0f} chip-hours: {price}")
     return lines
+
+
+def loss_lines(found, text):
+    """The loss that is predicted where the text is that of the ladder."""
+    if not text.is_ladders:
+        return []
+    loss, error = ladder.predicted_loss(model.flops_per_token(found.plan.cfg) * found.tokens)
+    return [
+        f"loss         {loss:.2f} +- {error:.2f} nats per token held out, by the ladder of docs/rates.md"
+    ]
 
 
 def other_line(factor, asked, other):

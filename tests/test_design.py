@@ -1,6 +1,7 @@
 """`--design`: what is chosen for a machine and some hours, and that the file which it writes trains exactly that."""
 
 import json
+import re
 
 import pytest
 from helpers import flags_of, refusal
@@ -126,9 +127,23 @@ def test_a_cpu_is_measured(designed, monkeypatch, tmp_path):
     """And a design for it is the same as its plan."""
     monkeypatch.setattr(platforms, "cpu_has_bfloat16", lambda: False)
     flags, page = designed("cpu", hours=0.1)
-    assert flags["model_dtype"] == "float32" and flags["data"] == "data/shards/stdlib-2048"
+    assert flags["model_dtype"] == "float32" and flags["data"] == "data/shards/stdlib-1024"
     planned = plan_of(tmp_path, "--config", str(tmp_path / "designed.json"), "--plan", "cpu")
     assert (
         planned["hours"] == pytest.approx(0.9 * 0.1 - 1 / 60, rel=0.01)
         and "bash run.sh local" in page
+    )
+
+
+def test_a_loss_is_predicted_on_the_text_of_the_ladder_alone(designed, text_shards):
+    _, page = designed("cpu", tokens=3e6)
+    loss, error = map(float, re.search(r"loss         (\S+) \+- (\S+) nats", page).groups())
+    assert 1 < loss < 4 and 0 < error < 0.2
+    flags, page = designed("cpu", loss=loss)
+    assert flags["design"]["tokens"] == pytest.approx(3e6, rel=0.4)
+    assert float(re.search(r"loss         (\S+)", page)[1]) == pytest.approx(loss, abs=0.1)
+    _, page = designed("cpu", tokens=3e6, data=text_shards)
+    assert "loss         " not in page
+    refusal(
+        lambda: designed("cpu", loss=2, data=text_shards), "--loss 2.0", "predicted for Python's"
     )
