@@ -366,7 +366,7 @@ LOOKED_FOR = {
     "max_length": ["--T", "--max_tokens"],
 }
 # What is no flag and like none: naming one would mislead
-LIKE_NONE = "sft2 hoursx ema z_loss hf_token int8 plot trace neptune lion save load best test quiet"
+LIKE_NONE = "sft2 ema z_loss hf_token int8 plot trace neptune lion save load best test quiet"
 
 
 def test_what_people_look_for_gets_the_right_answer():
