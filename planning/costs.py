@@ -9,6 +9,7 @@ formulas count matrix products and collectives as model.py writes them, not as a
 routing by index, biases) costs memory traffic, taken as a multiple of the activations (`planning/fitted.py`).
 """
 
+import dataclasses
 import functools
 import math
 from collections import Counter, defaultdict
@@ -101,6 +102,22 @@ def optimizer_bytes(m, o):
     return jax.tree.map(lambda param, name: n_bytes[name] / param.size, params, names)
 
 
+@functools.cache  # of thousands of configurations, most differ in --remat and microbatches alone
+def table_of(m, run):
+    """(`model.param_table`, Muon's `Bucket`s) of a model and a mesh. run: a utils.Run with nothing but the mesh."""
+    cfg = utils.Config(model=m, run=run)
+    mesh = dict(zip(collectives.AXES, run.n_device_axis))
+    matrices = muon.matrices_of(muon.hidden_params(cfg), mesh)
+    return model.param_table(cfg), muon.make_buckets(matrices, mesh)
+
+
+def table_of_step(step):
+    """`table_of` of a `Step`."""
+    m, run = step.cfg.model, step.cfg.run
+    mesh = utils.Run(n_device_axis=run.n_device_axis, pp_interleave=run.pp_interleave)
+    return table_of(dataclasses.replace(m, remat="full"), mesh)
+
+
 class Weights(NamedTuple):
     """The costs of a device's parameters."""
 
@@ -128,7 +145,8 @@ def weights_of(step):
     stored = optimizer = used = 0
     gathered = defaultdict(int)
     sent = []
-    for name, table in model.param_table(cfg).items():
+    tables, _ = table_of_step(step)
+    for name, table in tables.items():
         in_layer = name in step.layers
         layers, times = step.layers.get(name, (1, 1))
         if name in architecture(m.architecture).stacks:
@@ -248,8 +266,8 @@ def muon_work(step):
     """The `Work` of Muon on the updates of a step. `muon.make_buckets` decides which device owns which matrices."""
     width = step.width
     works = []
-    matrices = muon.matrices_of(muon.hidden_params(step.cfg), step.mesh)
-    for bucket in muon.make_buckets(matrices, step.mesh):
+    _, buckets = table_of_step(step)
+    for bucket in buckets:
         rows, columns, near = bucket.layout
         exchanged = transfers(step, "all-to-all", rows + columns, width * bucket.exchanged, 2)
         if len(near) > 1:
