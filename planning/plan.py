@@ -102,8 +102,9 @@ class Plan(NamedTuple):
 
     @property
     def mfu(self):
-        """Model FLOPs utilization: the share of the peak speed that the model's own operations use."""
-        return self.model_flops / self.step / self.machine.chip.peak
+        """Model FLOPs utilization: the share of the peak speed that the model's own operations use. The peak is that of
+        float32 on chips on which XLA multiplies in nothing else."""
+        return self.model_flops / self.step / self.machine.chip.used_peak
 
     @property
     def hours(self):

@@ -15,7 +15,12 @@ import math
 # Tokens to train on for each parameter that a token uses, with the embedding: Chinchilla, arXiv:2203.15556, table 3.
 TOKENS_PER_PARAMETER = 20
 # The members of the family. Larger ones have dimensions that large meshes divide evenly.
-WIDTHS = (*range(32, 128, 16), *range(128, 256, 32), *range(256, 4096 + 1, 128))
+WIDTHS = (
+    *range(32, 128, 16),
+    *range(128, 256, 32),
+    *range(256, 1024, 64),
+    *range(1024, 4096 + 1, 128),
+)
 # The run at which the rules were found, preset tiny: its width, its tokens, its tokens a step, and its steps.
 WIDTH, TOKENS, BATCH, STEPS = 128, 819_200, 2048, 400
 

@@ -69,10 +69,15 @@ class Chip(NamedTuple):
         return self.platform == "gpu"
 
     @property
+    def used_peak(self):
+        """Peak FLOP/s in the type in which XLA multiplies on it."""
+        return self.float32 or self.peak
+
+    @property
     def speed(self):
         """FLOP/s that the plan assumes for matrix products."""
         reaches = {"gpu": GPU_REACHES, "cpu": CPU_REACHES}.get(self.platform, 1)
-        return (self.float32 or self.peak) * reaches
+        return self.used_peak * reaches
 
     @property
     def memory_speed(self):

@@ -200,7 +200,7 @@ def row(name, facts, speeds, first, peak):
     speed, per_cpu_second = speeds
     mfu = None
     if chip := chips.chip_of(facts["device"]):
-        mfu = quartiles(speed * facts["flops_per_token"] / chip.peak / facts["devices"])
+        mfu = quartiles(speed * facts["flops_per_token"] / chip.used_peak / facts["devices"])
     return facts | dict(
         name=name,
         rounds=len(speed),
