@@ -16,11 +16,13 @@ def cli():
     interrupts.install(interrupts.NOTHING_LOST)
     from config import command_line
     from config.checks import check_processes
-    from runtime import platforms
-    from runtime.messages import one_sentence
+    from runtime import launchers, platforms
+    from runtime.messages import one_sentence, share_log
     from runtime.pulse import Pulse
 
+    share_log(launchers.number_of(None))
     flags = one_sentence(lambda: command_line.parse(sys.argv[1:]))
+    share_log(launchers.number_of(flags.cfg.run))
     for program, machine in (("plan", flags.cfg.plan.plan), ("design", flags.cfg.design.design)):
         if machine:
             platforms.use_no_device()

@@ -56,7 +56,7 @@ from training.train_step import as_row
 
 def run(flags, workbench, pulse=None):
     """`start`, together with the other processes of the run; returns its exit status."""
-    interrupts.watch(lambda number: interrupts.end(128 + number, interrupts.words))
+    interrupts.watch(processes.end_by_signal)
     try:
         processes.join_processes(flags.cfg, lambda: command_line.shared_settings(flags.cfg))
         status = start(flags, workbench, interrupts.STARTED, pulse)

@@ -9,7 +9,7 @@ from config.flags import compare
 from runtime import chips, platforms
 from runtime.files import is_remote
 from runtime.launchers import tasks_of_slurm
-from runtime.messages import UserError
+from runtime.messages import UserError, common_errors
 
 MOST_PROFILED = 50  # steps; longer traces are too large for the programs that show them
 
@@ -160,6 +160,7 @@ def profiled_steps(run):
     return first, last
 
 
+@common_errors()
 def check_processes(flags):
     """The number of processes, if flags or Slurm tell it, else 1. Raises UserError where the flags do not agree."""
     r = flags.cfg.run
@@ -169,6 +170,9 @@ def check_processes(flags):
         )
     tasks = 1 if r.num_processes == 1 else tasks_of_slurm()
     processes = r.num_processes or tasks
+    counted = f"{processes} processes" + (
+        " that srun started" if tasks > 1 and not r.num_processes else ""
+    )
     if r.coordinator and not {"num_processes", "process_id"} <= flags.given:
         raise UserError(
             "needs --num_processes and --process_id", flag="coordinator", value=r.coordinator
@@ -186,7 +190,5 @@ def check_processes(flags):
             f"must be below --num_processes {processes}", flag="process_id", value=r.process_id
         )
     if r.n_devices % processes:
-        raise UserError(
-            f"must be a multiple of {processes} processes", flag="n_devices", value=r.n_devices
-        )
+        raise UserError(f"must be a multiple of the {counted}", flag="n_devices", value=r.n_devices)
     return processes

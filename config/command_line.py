@@ -20,7 +20,16 @@ from config.settle import settle, validate
 from config.stored import read_values
 from runtime import installation
 from runtime.files import check_run_path, is_remote, read_json
-from runtime.messages import HIDDEN, UserError, masked, nearest, one_sentence, short
+from runtime.messages import (
+    HIDDEN,
+    UserError,
+    common_errors,
+    masked,
+    nearest,
+    one_sentence,
+    short,
+    show,
+)
 from shards.tokenization import load_tokenizer
 from utils import Config, Design, Plan, Run, replace
 
@@ -57,7 +66,7 @@ def parse(argv, load=load_tokenizer, elsewhere=False):
     def named(given):
         name = given.get("preset", Run.preset)
         if name == LIST and not elsewhere:
-            print(preset_table(), flush=True)
+            show(preset_table())
             sys.exit()
         return preset(name)
 
@@ -66,7 +75,8 @@ def parse(argv, load=load_tokenizer, elsewhere=False):
 
     # JAXformer's; here decoding always has a cache
     argv = [word for word in argv if word != "--use_cache"]
-    given, _ = read_words(Config, argv, "main.py", defaults=defaults, hints=HINTS)
+    with common_errors():
+        given, _ = read_words(Config, argv, "main.py", defaults=defaults, hints=HINTS)
     sys.argv = [*map(masked, sys.argv)]  # which wandb sends with a run
     config = given.get("config", "")
     if is_json(config):

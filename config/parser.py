@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, get_args, get_origin
 
-from runtime.messages import UserError, nearest
+from runtime.messages import UserError, nearest, show
 
 # The largest number of a flag, by its type: for int32, and for float32 with room to multiply.
 MOST = {int: 2**31 - 1, float: 1e30}
@@ -240,7 +240,7 @@ def read_words(kind, argv, program, others=None, defaults=None, hints=Hints()):
         words = [word for word in argv if word not in ("-h", "--help", "all")]
         given, _ = split_words(own, others, words, hints)
         values = defaults(given) if defaults else {}
-        print(help_of(kind, program, values, whole="all" in argv), flush=True)
+        show(help_of(kind, program, values, whole="all" in argv))
         sys.exit()
     given, rest = split_words(own, others, argv, hints)
     for name, f in own.items():

@@ -52,7 +52,8 @@ def report_unsaved(cfg, step, newest):
     first = "once the storage answers," if is_remote(cfg.run.folder) else "make room and"
     say_error(
         f"--output_dir {cfg.run.output_dir}: the last checkpoint, of step {step}, could not be written; {first} "
-        f"rerun the same command to {then}."
+        f"rerun the same command to {then}.",
+        own=False,
     )
 
 

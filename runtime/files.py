@@ -129,7 +129,7 @@ class Waiting:
         self.printed = time.monotonic()
         path, _, error = self.calls[call]
         others = f" and {len(self.calls) - 1} more" if len(self.calls) > 1 else ""
-        warn(f"{path}{others}{error}: {words}")
+        warn(f"{path}{others}{error}: {words}", own=True)
 
 
 WAITING = Waiting()

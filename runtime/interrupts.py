@@ -29,6 +29,9 @@ ending = allocate_lock()
 def end(status, words):
     """End the process now, whatever its threads are doing, and print these words on stderr."""
     ending.acquire(True, 5)  # at most 5 s: the process must end even if another thread hangs
+    # It may be missing or half imported during the first imports.
+    numbered = getattr(sys.modules.get("runtime.messages"), "numbered", str)
+    words = words and numbered(words)
     try:  # not by sys.stderr, which another thread may be writing to
         os.write(2, f"{words}\n".encode() if words else b"")
     except OSError:  # the terminal is gone

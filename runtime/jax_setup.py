@@ -36,7 +36,7 @@ def configure_jax(cfg):
             check_writable(os.path.join(cache, "entry"), "compilation_cache")
             jax.config.update("jax_compilation_cache_dir", cache)
         except UserError as e:  # only warn, once: jax would warn for every program that it compiles
-            warn(e)
+            warn(e, own=True)
     set_precision(cfg)
 
 

@@ -14,6 +14,8 @@ NUMBERS = [
 ]
 NUMBERS += "TPU_WORKER_ID MEGASCALE_NUM_SLICES MEGASCALE_SLICE_ID JOB_COMPLETION_INDEX".split()
 NUMBERS += "JAX_COORDINATOR_PORT JAX_PARTITION_INDEX JAX_SLICE_INDEX".split()
+# And those that are only read here.
+NUMBERS += "SLURM_STEP_NUM_TASKS SLURM_NODEID SLURM_GPUS_ON_NODE".split()
 # The port of process 0 on a TPU slice. Left alone, jax takes 8482 since version 0.8.1. The firewall rule that Google
 # makes for a slice does not open that one, so all hosts would wait for process 0 in vain (jax issue 35905).
 TPU_PORT = "8476"
@@ -25,10 +27,15 @@ OVER_METADATA = (
 OVER_METADATA += "MEGASCALE_COORDINATOR_ADDRESS MEGASCALE_NUM_SLICES MEGASCALE_SLICE_ID".split()
 
 
+def in_slurm_step():
+    """Whether jax takes this process for a task of a Slurm step."""
+    return all(name in os.environ for name in SLURM)
+
+
 def tasks_of_slurm():
-    """The number of processes that Slurm started, this one included; 1 if it is not a task of a Slurm step. Raises
-    UserError for a variable that jax would need and cannot read."""
-    in_step = all(name in os.environ for name in SLURM)
+    """The number of processes that `srun` started, this one included; 1 if it started none. Raises UserError for a
+    variable that jax would need and cannot read."""
+    in_step = in_slurm_step()
     for name in NUMBERS:
         value = os.environ.get(name, "")
         needed = value or (in_step and name in SLURM)
@@ -37,8 +44,12 @@ def tasks_of_slurm():
                 f"{name}={value}: must be a whole number, as the program that starts the processes sets it; leave it "
                 f"unset where none does."
             )
-    # jax does not accept 0 processes.
-    return max(1, int(os.environ["SLURM_NTASKS"])) if in_step else 1
+    if not in_step:
+        return 1
+    # The shell of `salloc` may be a step too, of one task (use_interactive_step in slurm.conf). There SLURM_NTASKS is
+    # the number of tasks that the job asked for. Where `srun` starts the processes, both numbers are the same.
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ["SLURM_NTASKS"]
+    return max(1, int(tasks))  # jax does not accept 0 processes
 
 
 def is_one_tpu_host():
@@ -60,3 +71,65 @@ def prepare_tpu_slice():
         f"{' '.join(found)} in the environment: taken instead of what the TPU itself says of its hosts; unset them if "
         f"they are left from an earlier slice"
     )
+
+
+def number_of(run):
+    """The number of this process among those that print into one log, as far as it is known before they meet. run: the
+    `Run` flags, or None where they are not read yet."""
+    if run and run.num_processes:
+        return run.process_id
+    variable = "OMPI_COMM_WORLD_RANK"
+    if in_slurm_step() and os.environ.get("SLURM_STEP_NUM_TASKS") != "1":
+        variable = "SLURM_PROCID"
+    value = os.environ.get(variable, "")
+    return int(value) if re.fullmatch("[0-9]{1,9}", value) else 0
+
+
+def tasks_without_srun():
+    """The number of tasks of the Slurm job around this process, where `srun` did not start it as one of several; 0
+    where there is no such job, or it has one task."""
+    tasks = os.environ.get("SLURM_NTASKS", "")
+    if "SLURM_JOB_ID" in os.environ and tasks_of_slurm() == 1 and tasks.isdecimal():
+        return int(tasks) if int(tasks) > 1 else 0
+    return 0
+
+
+def gpus_of_task():
+    """The GPUs, of those that it sees, on which this task of a Slurm step trains: "all", or their numbers as in "0,1";
+    "" where Slurm says nothing of GPUs. By itself jax gives task n of a node GPU n, and leaves the others idle.
+
+    - One task on a node, as in `--ntasks-per-node=1 --gpus-per-node=8`, takes all.
+    - Where Slurm shows each task only its own, as with `--gpus-per-task=2`, the task takes all that it sees.
+    - Where each task sees all GPUs of the node, they are divided: with 8 GPUs and 2 tasks, task 1 takes 4,5,6,7.
+    """
+    tasks = tasks_on_this_node()
+    if tasks == 1:
+        return "all"
+    on_node = int(os.environ.get("SLURM_GPUS_ON_NODE") or 0)
+    seen = len([name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name])
+    if not (tasks and on_node and seen):
+        return ""
+    if seen < on_node:
+        return "all"
+    if on_node % tasks:
+        raise UserError(
+            f"SLURM_GPUS_ON_NODE={on_node}: must be a multiple of the {tasks} tasks that Slurm started on this node; "
+            f"give --ntasks-per-node 1, or a number that divides it."
+        )
+    each = on_node // tasks
+    first = each * int(os.environ["SLURM_LOCALID"])
+    return ",".join(map(str, range(first, first + each)))
+
+
+def tasks_on_this_node():
+    """The number of tasks of this Slurm step on this node; 0 if it is not known."""
+    counts = []
+    for part in os.environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        # 8(x2),4 means 8 on each of two nodes, and 4 on the third.
+        described = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if not described:
+            return 0
+        n, nodes = described.groups()
+        counts += [int(n)] * int(nodes or 1)
+    node = int(os.environ.get("SLURM_NODEID") or 0)
+    return counts[node] if node < len(counts) else 0

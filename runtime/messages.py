@@ -41,6 +41,7 @@ class UserError(Exception):
     """
 
     status = 2  # the exit status of a program that it ends
+    is_common = False  # whether every process of the run raises it, see `common_errors`
 
     def __init__(self, said, *, flag="", value=None, remedy="", where="", **others):
         super().__init__(said)
@@ -92,6 +93,17 @@ class UserError(Exception):
         return masked(f"{': '.join(parts)}{remedy}.")
 
 
+@contextlib.contextmanager
+def common_errors():
+    """Mark the UserErrors of a `with` block as those that all processes of a run raise, since they follow from what all
+    have in common, such as the command line. Then process 0 prints them for all."""
+    try:
+        yield
+    except UserError as e:
+        e.is_common = True
+        raise
+
+
 class Unavailable(UserError):
     """A problem that may pass by itself, such as an outage of the storage. tools/cluster/supervise.sh starts a program
     that it ended again."""
@@ -139,7 +151,7 @@ def one_sentence(program):
         give_up_stdout()
         sys.exit(128 + signal.SIGPIPE)
     except UserError as e:
-        say_error(e)
+        say_error(e, own=not e.is_common)
         sys.exit(e.status)
     except OSError as e:
         if can_print():
@@ -203,21 +215,44 @@ def duration(seconds):
 
 
 spoke = time.monotonic()  # when something was last printed; see pulse.py
+# The number of this process, where several print into one log. Process 0 prints what concerns the whole run; the others
+# print only what is their own, such as an error that they alone have, with their number before it: [3].
+number = 0
 
 
-def say(words):
-    """Print a line with the time of day, at once."""
-    put_line(f"{time.strftime('%H:%M:%S')} {masked(words)}", sys.stdout)
+def share_log(process):
+    """From here on this is the process of that number among those that print into one log.
+
+    LOG_PER_PROCESS=yes says that each has a log of its own: then each prints every line, without a number.
+    """
+    global number
+    number = 0 if os.environ.get("LOG_PER_PROCESS") == "yes" else process
 
 
-def say_aside(words):
+def numbered(text):
+    """`text` with the number of this process before each of its lines, unless it is process 0."""
+    return "\n".join(f"[{number}] {line}" for line in text.split("\n")) if number else text
+
+
+def say(words, own=False):
+    """Print a line with the time of day, at once. own: as for `put_line`."""
+    put_line(f"{time.strftime('%H:%M:%S')} {masked(words)}", sys.stdout, own)
+
+
+def say_aside(words, own=False):
     """Print words on stderr, at once. Stdout is left alone, since it may be one JSON object."""
-    put_line(masked(words), sys.stderr)
+    put_line(masked(words), sys.stderr, own)
 
 
-def put_line(line, file):
-    """Print a line at once, above any progress bars on the terminal."""
+def put_line(line, file, own=False):
+    """Print a line at once, above any progress bars on the terminal.
+
+    own: whether it is this process's own, and no line of the whole run, which process 0 prints for all.
+    """
     global spoke
+    if number and not own:
+        return
+    line = numbered(line)
     spoke = time.monotonic()
     with contextlib.suppress(OSError):  # a full disk below the log must not end training
         bars = sys.modules.get("tqdm")  # a program that has not imported it has no bars
@@ -225,18 +260,25 @@ def put_line(line, file):
         if bars and getattr(bars.tqdm, "_instances", None):
             bars.tqdm.write(line, file=file)
         else:
-            print(line, file=file)
+            # One write: the processes of a merged log would otherwise cut each other's lines.
+            file.write(f"{line}\n")
         file.flush()
 
 
-def warn(words):
+def show(text):
+    """Print a text for which somebody asked, such as --help. Process 0 prints it for all."""
+    if not number:
+        print(text, flush=True)
+
+
+def warn(words, own=False):
     """Print a warning on stderr."""
-    say_aside(f"warning: {words}")
+    say_aside(f"warning: {words}", own)
 
 
-def say_error(sentence):
+def say_error(sentence, own=True):
     """Print an error as one line. The values in it that a user wrote may have several lines."""
-    say_aside(f"error: {' '.join(str(sentence).splitlines())}")
+    say_aside(f"error: {' '.join(str(sentence).splitlines())}", own)
 
 
 def flush_output():

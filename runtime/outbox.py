@@ -96,6 +96,6 @@ def attempt(work, what):
     try:
         work()
     except Exception as e:  # any class: training continues without its log or a profile
-        warn(f"{what}: {first_line(e)}")
+        warn(f"{what}: {first_line(e)}", own=True)
         return False
     return True

@@ -8,8 +8,9 @@ import math
 import os
 import re
 import signal
+import socket
 import statistics
-import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -25,9 +26,18 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from runtime import interrupts, launchers, locks, platforms
+from runtime import interrupts, launchers, locks, messages, platforms
 from runtime.files import read_file, write_file
-from runtime.messages import Unavailable, UserError, first_line, flush_output, say, say_aside
+from runtime.messages import (
+    Unavailable,
+    UserError,
+    first_line,
+    flush_output,
+    say,
+    say_aside,
+    share_log,
+    warn,
+)
 
 # Words in jax's errors that mean that another process no longer answers.
 LOSS = re.compile(
@@ -53,15 +63,44 @@ def end_at_once(error):
     if not isinstance(error, UserError):
         if LOSS.search(str(error)):
             if status := published_status():
-                interrupts.end(status, f"error: {ANOTHER}")
+                interrupts.end(status, for_all(f"error: {ANOTHER}"))
             advice = "and the same command on all resumes from a checkpoint."
-            interrupts.end(75, f"error: {LOST}, {advice}")
-        words = "".join(traceback.format_exception(error))
+            words = f"error: {LOST}, {advice}"
+            interrupts.end(75, for_all(words) if first_answers() else words)
+        words = "".join(traceback.format_exception(error)).strip()
     flush_output()
-    say_aside(words)
+    if not spoken_for("error", words):
+        say_aside(words, own=str(error) != ANOTHER)
     status = ENDS[rank_of(error)]
     publish_status(status)
     os._exit(status)
+
+
+def for_all(words):
+    """The words if this process prints what concerns the whole run, else ""."""
+    return "" if messages.number else words
+
+
+def first_answers():
+    """Whether process 0, which holds the key-value store, still answers."""
+    try:
+        distributed.global_state.client.key_value_dir_get("ended/")
+        return True
+    except RuntimeError:
+        return False
+
+
+def spoken_for(event, words, seconds=2):
+    """Whether process 0 prints these words, so that another process need not, where they print into one log. All
+    processes call this when `event` happens to them; the others wait that many seconds for process 0."""
+    me = distributed.global_state
+    if me.client is None:
+        return False
+    key = f"printed/{event}"
+    if me.process_id == 0:
+        with contextlib.suppress(RuntimeError):
+            me.client.key_value_set(key, json.dumps(words), allow_overwrite=True)
+    return bool(messages.number) and shared_value(key, seconds) == words
 
 
 def rank_of(error):
@@ -105,17 +144,32 @@ def end_with_the_first():
         if published_status() and not watched.wait(3):
             status = published_status()
             publish_status(status)
-            interrupts.end(status, f"error: {ANOTHER}")
+            interrupts.end(status, for_all(f"error: {ANOTHER}"))
+
+
+def end_by_signal(number):
+    """End this process because of a signal, before steps run or after them."""
+    words = interrupts.words
+    interrupts.end(128 + number, "" if spoken_for("signal", words) else words)
 
 
 def join_processes(cfg, shared_settings):
     """Connect to the other processes of the run, if there are any, check that the {name: value} of shared_settings() is
     the same in all of them, and find the devices of all. Raises UserError."""
     run = cfg.run
-    if run.num_processes != 1:
+    # One task of Slurm's has nobody to meet. jax would also give it only the first GPU of its node.
+    is_one_task = launchers.in_slurm_step() and launchers.tasks_of_slurm() == 1
+    if run.num_processes > 1 or (run.num_processes == 0 and not is_one_task):
         connect(run)
     several = jax.distributed.is_initialized()
+    tasks = launchers.tasks_without_srun()
+    if tasks and not several and run.num_processes == 0:
+        warn(
+            f"SLURM_NTASKS={tasks}, but this process was not started by srun, so it trains alone; srun python main.py "
+            f"starts {tasks} that train together"
+        )
     if several:
+        share_log(distributed.global_state.process_id)
         threading.Thread(target=end_with_the_first, daemon=True).start()
         same_everywhere(shared_settings(), run)
     platforms.find_devices()
@@ -133,6 +187,17 @@ def join_processes(cfg, shared_settings):
             flag="n_devices",
             value=run.n_devices,
         )
+    if several:
+        introduce()
+
+
+def introduce():
+    """Print where this process runs and which devices it has. It is the first line of each process, and in a log of
+    several the only one of most."""
+    kind = jax.local_devices()[0].device_kind
+    place = f"{os.environ.get('SLURMD_NODENAME') or socket.gethostname()}, {jax.local_device_count()} x {kind}"
+    process = f"process {jax.process_index()} of {jax.process_count()} on {place}"
+    say(process + ("; process 0 prints what concerns all" if messages.number else ""), own=True)
 
 
 def leave(status):
@@ -195,6 +260,7 @@ def join(arguments, asks_tpu):
     yet. Raises UserError."""
     try:
         jax.distributed.initialize(**arguments)
+        choose_gpus()
     except (ValueError, RuntimeError, OSError) as e:
         if "coordinator_address should be defined" in str(e):
             return True  # jax knows no cluster around this process
@@ -210,6 +276,15 @@ def join(arguments, asks_tpu):
             f"--coordinator, --num_processes and --process_id."
         ) from None
     return True
+
+
+def choose_gpus():
+    """Have jax use the GPUs that are this task's, where Slurm started it and nobody chose them otherwise."""
+    if "JAX_LOCAL_DEVICE_IDS" in os.environ or not launchers.in_slurm_step():
+        return
+    if gpus := launchers.gpus_of_task():
+        jax.config.update("jax_cuda_visible_devices", gpus)
+        jax.config.update("jax_rocm_visible_devices", gpus)
 
 
 def coordinator_arguments(run):
@@ -410,14 +485,29 @@ class Interrupt:
         self.received += 1
         if self.received == 1:
             self.signal = number
-            say(f"{name}: stopping after this step, with a checkpoint")
+            self._say(f"{name}: stopping after this step, with a checkpoint")
         elif self.received == 2:
-            say(f"{name}: still stopping; a third signal ends it at once, losing {self.unsaved()}")
+            self._say(
+                f"{name}: still stopping; a third signal ends it at once, losing {self.unsaved()}"
+            )
         elif number in interrupts.INSISTING:
             interrupts.end(128 + number, f"{name}: ended at once, losing {self.unsaved()}")
 
+    def _say(self, words):
+        """Print what a signal causes. Mostly all processes get it; one that got it alone says so."""
+        if not spoken_for(f"signal {self.received}", words):
+            say(words, own=True)
+
     def __exit__(self, *_):
         self.over()
+
+
+def stacks():
+    """The stack traces of all threads, as faulthandler writes them."""
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        return file.read().rstrip()
 
 
 class Watchdog:
@@ -475,8 +565,7 @@ class Watchdog:
             patience = min(self.limit, max(pause, STUCK * usual))
             if now is not reported and seconds > patience:
                 reported = now
-                say(f"{words} {seconds:.0f} s, usually {usual:.2f}")
-                faulthandler.dump_traceback(sys.stdout)
+                say(f"{words} {seconds:.0f} s, usually {usual:.2f}\n{stacks()}", own=True)
             if seconds > self.limit:
                 # 75 is "temporary failure" in sysexits.h: a supervisor starts the process again.
                 interrupts.end(75, f"{words} more than --stuck_limit {self.limit} s; ending")

@@ -17,6 +17,8 @@ def prepare():
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["WANDB_MODE"] = "offline"
+    # what each of several processes prints is read apart; tests/test_slurm.py has them print into one log
+    os.environ["LOG_PER_PROCESS"] = "yes"
     # else gcsfs asks an emulator for gRPC, for a minute
     os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
     # compiling would be most of the tests' time; these shorten it eightfold and change nothing that the tests look at

@@ -648,6 +648,9 @@ ENVIRONMENTS = [  # variables, the number of processes or what is said
     (dict(SLURM_NTASKS="2"), 1),  # as in a shell of salloc's: no task, so jax looks for no others
     (dict(SLURM_NTASKS="two"), "SLURM_NTASKS=two: must be a whole number"),
     (STEP, 2),
+    (STEP | dict(SLURM_NTASKS="4", SLURM_STEP_NUM_TASKS="4"), 4),
+    # the shell of salloc's where it is a step, as Slurm 22.05 sets it with use_interactive_step
+    (STEP | dict(SLURM_NTASKS="4", SLURM_STEP_NUM_TASKS="1", SLURM_STEP_ID="4294967290"), 1),
     (STEP | dict(SLURM_NTASKS=""), "SLURM_NTASKS=: must be a whole number"),
     (STEP | dict(SLURM_PROCID=""), "SLURM_PROCID=: must be a whole number"),
     (STEP | dict(SLURM_LOCALID="1.5"), "SLURM_LOCALID=1.5: must be a whole number"),
@@ -668,6 +671,40 @@ def test_what_starts_processes_is_understood_or_gets_a_sentence(variables, expec
     else:
         refusal(lambda: check_processes(flags), expected)
     assert check_processes(flags.with_defaults(num_processes=1)) == 1
+
+
+PER_NODE = dict(SLURM_STEP_TASKS_PER_NODE="8(x2),2", SLURM_NODEID="2", SLURM_GPUS_ON_NODE="4")
+GPUS = [  # variables of a task, the GPUs on which it trains or what is said
+    (dict(SLURM_STEP_TASKS_PER_NODE="1(x2)", SLURM_NODEID="1"), "all"),
+    (dict(SLURM_STEP_TASKS_PER_NODE="2"), ""),  # without GPUs
+    (PER_NODE | dict(CUDA_VISIBLE_DEVICES="0,1,2,3", SLURM_LOCALID="0"), "0,1"),
+    (PER_NODE | dict(CUDA_VISIBLE_DEVICES="0,1,2,3", SLURM_LOCALID="1"), "2,3"),
+    (PER_NODE | dict(CUDA_VISIBLE_DEVICES="2,3", SLURM_LOCALID="1"), "all"),  # --gpus-per-task=2
+    (
+        PER_NODE | dict(CUDA_VISIBLE_DEVICES="0,1,2,3", SLURM_NODEID="1"),
+        "SLURM_GPUS_ON_NODE=4: must be a multiple of the 8 tasks that Slurm started on this node",
+    ),
+]
+
+
+@pytest.mark.parametrize("variables, expected", GPUS, ids=str)
+def test_a_task_of_slurms_takes_its_share_of_the_gpus_of_its_node(variables, expected, monkeypatch):
+    for name in ("CUDA_VISIBLE_DEVICES", "SLURM_STEP_TASKS_PER_NODE", *launchers.NUMBERS):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if expected.startswith("SLURM"):
+        refusal(launchers.gpus_of_task, expected)
+    else:
+        assert launchers.gpus_of_task() == expected
+
+
+def test_the_tasks_of_srun_are_named_where_devices_do_not_divide_among_them(monkeypatch):
+    for name, value in (STEP | dict(SLURM_NTASKS="4")).items():
+        monkeypatch.setenv(name, value)
+    flags = command_line.parse(["--n_devices", "6"])
+    said = "--n_devices 6: must be a multiple of the 4 processes that srun started"
+    refusal(lambda: check_processes(flags), said)
 
 
 def test_a_process_that_jax_cannot_place_among_others_does_not_train_alone(monkeypatch):

@@ -1,6 +1,7 @@
 """What the processes of a run agree on before anything is compiled, and with which status they end where one fails."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -30,11 +31,11 @@ sys.exit(messages.one_sentence(lambda: train.run(flags, None)))
 """
 
 
-def start(driver, tasks, flags=("", "")):
+def start(driver, tasks, flags=("", ""), **environment):
     """A process for each of the tasks."""
     words = "--preset tiny --n_device_axis 2 1 1 --num_processes 2 --peer_timeout 20 --process_id"
     words = ["--coordinator", f"127.0.0.1:{free_port()}", *words.split()]
-    env = {**os.environ, "XLA_FLAGS": XLA_FLAGS}
+    env = {**os.environ, "XLA_FLAGS": XLA_FLAGS, **environment}
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
     begun = []
     for i, task in enumerate(tasks):
@@ -149,3 +150,47 @@ def test_hosts_in_another_order_than_the_tpus_are_refused(driver):
     assert any(told), ended
     for (status, error), said in zip(ended, told, strict=True):
         assert status == 2 and (said or error == f"error: {ANOTHER}"), ended
+
+
+SAY = """
+def said():
+    messages.say("of all")
+    messages.warn("mine", own=True)
+    {}
+train.start = lambda *_: processes.on_all(said) or 0
+"""
+ONE_LOG = {  # (tasks, what both print into one log after where they are)
+    "nothing": ([SAY.format("")] * 2, ["of all", "warning: mine", "[1] warning: mine"]),
+    "alike": ([TOGETHER.format("Unavailable")] * 2, ["error: no."]),
+    "own": (["", TOGETHER.format("Unavailable")], [AGREED, "[1] error: no."]),
+    "first alone": ([ALONE.format("UserError"), ""], ["error: no."]),
+    "last alone": (["", ALONE.format("UserError")], [AGREED, "[1] error: no."]),
+}
+
+
+@pytest.mark.parametrize("how", ONE_LOG)
+def test_in_one_log_process_0_speaks_and_others_only_for_themselves(how, driver):
+    tasks, expected = ONE_LOG[how]
+    lines = []
+    for process in start(driver, tasks, LOG_PER_PROCESS=""):
+        lines += "".join(process.communicate(timeout=300)).splitlines()
+    # of gloo, which prints from C++
+    lines = [re.sub(r"\d\d:\d\d:\d\d ", "", line) for line in lines if "[Gloo]" not in line]
+    places = [line for line in lines if " of 2 on " in line]
+    assert len(places) == 2, lines
+    assert re.fullmatch(r"process 0 of 2 on \S+, 1 x cpu", places[0])
+    assert re.fullmatch(r"\[1\] process 1 of 2 on \S+, 1 x cpu; process 0 prints .*", places[1])
+    assert sorted(set(lines) - {*places}) == sorted(expected)
+    assert len(lines) == 2 + len(expected)
+
+
+def test_a_crash_of_all_is_one_traceback_and_one_of_a_process_has_its_number(driver):
+    crash = SAY.format("raise RuntimeError('a\\nb')")
+    for tasks, prefixes in (([crash] * 2, {""}), (["", crash], {"[1] "})):
+        said = ""
+        for process in start(driver, tasks, LOG_PER_PROCESS=""):
+            said += "".join(process.communicate(timeout=300))
+        found = re.findall(
+            r"^(.*)Traceback .*\n(?:\1  .*\n)+\1RuntimeError: a\n\1b$", said, re.MULTILINE
+        )
+        assert {*found} == prefixes and len(found) == 1, said

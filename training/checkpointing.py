@@ -34,8 +34,18 @@ from runtime.files import (
     read_json,
 )
 from runtime.messages import Unavailable, UserError, first_line, warn
-from runtime.processes import all_of, on_all
-from training.orbax_workarounds import SaveBarriers, incomplete_saves, make_reader, make_writer
+from runtime.processes import all_of, on_all, spoken_for
+from training.orbax_workarounds import (
+    AnotherFailed,
+    SaveBarriers,
+    incomplete_saves,
+    make_reader,
+    make_writer,
+)
+
+FOUND_ELSEWHERE = (
+    "as another process found"  # why a checkpoint is damaged that this process can read
+)
 
 
 @jax.jit
@@ -196,7 +206,8 @@ class Checkpoints:
                 self.barriers.fail()
             warn(
                 f"checkpoint {step} could not be written ({first_line(e)}); the older ones stay, and the next save "
-                f"tries again"
+                f"tries again",
+                own=not isinstance(e, AnotherFailed),
             )
             if jax.process_index() == 0:
                 self._clean_up(step, is_unreadable=isinstance(e, Unreadable))
@@ -360,7 +371,9 @@ class Checkpoints:
             found, reason = self._read(reader, step, args)
             if not reason:
                 return found, damaged
-            warn(f"checkpoint {step} is damaged ({reason})")
+            words = f"checkpoint {step} is damaged ({reason})"
+            if not spoken_for(f"damaged/{step}", words):
+                warn(words, own=reason != FOUND_ELSEWHERE)
             damaged.append(step)
         if damaged:
             names = ", ".join(map(str, damaged))
@@ -376,7 +389,7 @@ class Checkpoints:
         answer."""
         found, reason, other = on_all(lambda: self._read_here(reader, step, args))
         if not all_of(not reason):
-            return None, reason or "as another process found"
+            return None, reason or FOUND_ELSEWHERE
         if other:
             raise UserError(
                 f"{self.folder}: checkpoint {step} is of a model with other flags ({other}); give the values it had, "

@@ -32,4 +32,4 @@ def write_memory_profile(cfg, name):
     path = f"{cfg.run.folder}/{name}-{jax.process_index()}.pprof"
     content = jax.profiler.device_memory_profile()
     if attempt(lambda: write_file(path, content), f"--profile: {path} could not be written"):
-        say(f"--profile: {path} holds what is in the devices' memory now")
+        say(f"--profile: {path} holds what is in the devices' memory now", own=True)

@@ -18,6 +18,10 @@ BARRIERS = 2
 COMMITTED = "commit_success.txt"
 
 
+class AnotherFailed(OSError):
+    """A save failed on another process, which prints why."""
+
+
 class SaveBarriers:
     """The barriers at which the processes that write a checkpoint wait for each other. They fail at once where one
     process has failed.
@@ -38,13 +42,13 @@ class SaveBarriers:
         self.barrier = 0
 
     def __call__(self, *, key, timeout_ms):
-        """Wait for all processes at the next barrier, as Orbax's `barrier_sync_fn`. Raises OSError where one failed."""
+        """Wait for all processes at the next barrier, as Orbax's `barrier_sync_fn`. Raises `AnotherFailed`."""
         barrier = f"checkpoint/{self.saves}/{self.barrier}"
         self._post("arrived")
         for process in range(jax.process_count()):
             word = self.client.blocking_key_value_get(f"{barrier}/{process}", timeout_ms)
             if word == "failed":
-                raise OSError(f"process {process} failed to")
+                raise AnotherFailed(f"process {process} failed to")
 
     def fail(self):
         """Post at the remaining barriers of this save that this process has failed."""

@@ -278,6 +278,7 @@ start() {
 )
 rm -f "$0" # this process and all that it starts have the environment from here
 umask 077
+export LOG_PER_PROCESS=yes # main.py prints every line on every host, as what is here reads them
 rm -f "$state/status" "$state/pid" "$state/stopping"
 [[ ! -f $state/log ]] || mv -f "$state/log" "$state/log.before"
 : >"$state/log"
