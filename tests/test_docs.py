@@ -35,11 +35,11 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 # Entries may name flags and files that are gone: of these pages the links alone are checked.
 NOTEBOOK = sorted((ROOT / "dev").glob("*.md"))
 KINDS = {"", "python", "sh", "sh minutes", "sh hosts", "sh accelerator", "sh network"}
-SCRIPTS = ["run.sh", "launcher.sh", "setup_tpu.sh", "debug_tpu.sh"]
+SCRIPTS = ["run.sh", "launcher.sh", "setup_tpu.sh", "debug_tpu.sh", "cluster/slurm.sbatch"]
 PROGRAMS = """main.py data/prepare.py data/tokenize_shards.py data/train_tokenizer.py tools/bench.py
 tools/check_machine.py tools/checkpoints.py tools/compare.py tools/evaluate.py tools/hf.py tools/page.py
 tools/sample.py tools/trace.py""".split()
-OUR_FILE = r"[\w./-]+\.(?:py|sh|toml)"  # what runs write is .json, .jsonl, .png
+OUR_FILE = r"[\w./-]+\.(?:py|sh|sbatch|toml)"  # what runs write is .json, .jsonl, .png
 
 
 def fences(page):
@@ -110,7 +110,7 @@ def as_flags(words):
 @functools.cache
 def help_of(program):
     """The flags that a program's --help lists, or a shell script's usage."""
-    if program.endswith(".sh"):
+    if program in SCRIPTS:
         said = (ROOT / program).read_text()
     else:
         command = [sys.executable, str(ROOT / program), "--help", "all"]
@@ -141,8 +141,9 @@ def check_command(command):
     program, words = command[ours[0]], command[ours[0] + 1 :]
     if program == "main.py" and "--help" not in words:
         command_line.check(words, True)
-    elif program in ("launcher.sh", "run.sh") and "--preset" in words:
-        command_line.check(words[words.index("--preset") :], True)
+    elif program in SCRIPTS and "--preset" in words:
+        flags = [word.replace("%a", "1") for word in words]  # the number of a task in a job array
+        command_line.check(flags[words.index("--preset") :], True)
     known = help_of(program)
     if program in ("tools/bench.py", *SCRIPTS):  # take those of main.py too
         known = known | help_of("main.py")

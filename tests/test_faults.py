@@ -364,7 +364,7 @@ def test_a_third_signal_ends_at_once_and_says_what_is_lost(train, tmp_path, monk
         save(checkpoints, step, *rest)
 
     monkeypatch.setattr(checkpointing.Checkpoints, "save", signalled)
-    monkeypatch.setattr(processes, "say", heard.append)
+    monkeypatch.setattr(processes, "say", lambda words, own: heard.append(words))
     monkeypatch.setattr(interrupts, "end", lambda *what: heard.append(what))
     assert train(**TINY, training_steps=6, save_steps=4) == 0
     first, second, third = heard

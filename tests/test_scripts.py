@@ -32,7 +32,7 @@ def bash(*words, cwd=None, **environment):
 def test_scripts_are_clean_and_explain_themselves():
     folders = (".", "tests", "data", "tools/cluster")
     scripts = [script for folder in folders for script in (ROOT / folder).glob("*.sh")]
-    for script in [*scripts, ROOT / ".ci/run"]:
+    for script in [*scripts, ROOT / ".ci/run", ROOT / "cluster/slurm.sbatch"]:
         for check in (["bash", "-n"], ["shellcheck", "-x"]):
             if shutil.which(check[0]):
                 result = subprocess.run([*check, script], capture_output=True, text=True)
