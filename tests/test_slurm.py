@@ -23,8 +23,6 @@ from helpers import (
     ROOT,
     TINY,
     XLA_FLAGS,
-    assert_bitwise,
-    checkpoint_of,
     copy_repository,
     flags_of,
     free_port,
@@ -340,8 +338,13 @@ def test_a_job_that_is_requeued_out_of_time_and_loses_a_node_ends_with_the_same_
     assert slurm.state(job) == "COMPLETED", slurm.log(job)
     assert slurm.show(job)["Restarts"] == "3", slurm.log(job)
     assert "Traceback" not in slurm.log(job)
-    assert_bitwise(checkpoint_of(run, STEPS), checkpoint_of(tmp_path / "whole", STEPS))
+    assert meta_of(run) == meta_of(tmp_path / "whole")  # with the fingerprint
     assert metrics_of(run) == metrics_of(tmp_path / "whole")
+
+
+def meta_of(run):
+    """What is beside the arrays of the last checkpoint."""
+    return json.loads((run / f"checkpoints/{STEPS}/meta/metadata").read_text())
 
 
 def assert_stopped(log, name, status):
