@@ -90,7 +90,7 @@ def first_answers():
         return False
 
 
-def spoken_for(event, words, seconds=2):
+def spoken_for(event, words, seconds=5):
     """Whether process 0 prints these words, so that another process need not, where they print into one log. All
     processes call this when `event` happens to them; the others wait that many seconds for process 0."""
     me = distributed.global_state

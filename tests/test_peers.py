@@ -185,8 +185,9 @@ def test_in_one_log_process_0_speaks_and_others_only_for_themselves(how, driver)
 
 
 def test_a_crash_of_all_is_one_traceback_and_one_of_a_process_has_its_number(driver):
-    crash = SAY.format("raise RuntimeError('a\\nb')")
-    for tasks, prefixes in (([crash] * 2, {""}), (["", crash], {"[1] "})):
+    crash = "raise RuntimeError('a\\nb')"
+    together = SAY.format(f"processes.all_of(True)\n    {crash}")
+    for tasks, prefixes in (([together] * 2, {""}), (["", SAY.format(crash)], {"[1] "})):
         said = ""
         for process in start(driver, tasks, LOG_PER_PROCESS=""):
             said += "".join(process.communicate(timeout=300))
