@@ -4,6 +4,7 @@ config/parser.py reads the words; afterwards config/settle.py settles what nobod
 """
 
 import json
+import math
 import os
 import re
 import sys
@@ -171,6 +172,9 @@ def flags_in(content, path, beside):
         flags = without(["n_devices", "pp_interleave"], flags)
     if beside.keys() & {"n_device_axis", "global_batch_size"}:  # whose batch is divided anew
         flags = without(SPLIT - {"microbatch_size"}, flags)
+    steps = beside.get("training_steps", math.inf)
+    if flags.get("warmup_steps", 0) + flags.get("decay_steps", 0) >= steps:  # of a longer run
+        flags = without(["warmup_steps", "decay_steps"], flags)
     if "train_batch_size" in beside:  # which makes a global batch of its own
         flags = without(["global_batch_size", "accumulation_steps", "microbatches"], flags)
     flags = {utils.ALIASES.get(name, name): value for name, value in flags.items()}

@@ -93,6 +93,25 @@ def test_more_hours_train_a_larger_model(designed):
     assert page.count("--max_lr") == 3 and "half" in page and "twice" in page
 
 
+def test_the_file_trains_what_was_designed(designed, train, text_shards, tmp_path):
+    """To its end, and with fewer steps, whose warm-up then fits."""
+    designed("cpu", tokens=6000, data=text_shards)
+    path = str(tmp_path / "designed.json")
+    free = dict(train_batch_size=None, val_batch_size=None, output_dir=tmp_path / "runs")
+    flags = command_line.flags_of_file(path, {})
+    assert train(**flags | free) == 0
+    stored = json.loads((tmp_path / "runs" / flags["name"] / "config.json").read_text())
+    assert all(stored[flag] == utils.flatten(parsed(path))[flag] for flag in utils.KEPT)
+    assert stored["training_steps"] == flags["training_steps"] > 2
+    short = command_line.flags_of_file(path, dict(training_steps=2))
+    assert train(**short | free | dict(training_steps=2, name="short")) == 0
+
+
+def parsed(path):
+    """The Config of --config."""
+    return command_line.parse(["--config", path]).cfg
+
+
 @pytest.mark.parametrize(
     "words, said",
     [
