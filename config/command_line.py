@@ -229,6 +229,9 @@ def check(argv, elsewhere):
 
     flags = parse(argv, load, elsewhere)
     r = flags.cfg.run
+    if elsewhere and (machine := flags.cfg.design.design):
+        said = "is answered here, by python main.py; launch what it writes with --config"
+        raise UserError(said, flag="design", value=machine)
     if flags.cfg.plan.plan:
         return flags
     if not elsewhere or is_remote(r.folder):

@@ -137,6 +137,11 @@ def test_a_file_that_no_design_wrote_is_kept(designed, tmp_path):
     refusal(lambda: designed("v5e-8", hours=1), "holds flags that no design wrote")
 
 
+def test_a_design_is_not_launched():
+    words = "--design v4-32 --hours 3".split()
+    refusal(lambda: command_line.check(words, elsewhere=True), "--design v4-32: is answered here")
+
+
 @pytest.mark.parametrize("word", ["--hours 3", "--tokens 1e9"])
 def test_a_budget_needs_a_machine(word):
     refusal(lambda: command_line.parse(word.split()), "needs --design beside it")
