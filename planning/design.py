@@ -7,6 +7,7 @@ trains.
 """
 
 import bisect
+import functools
 import json
 import math
 import re
@@ -21,7 +22,7 @@ from config.settle import largest_vocabulary
 from planning import ladder, machines, recipe
 from planning.advice import variants
 from planning.command import COMPILED, best_of_meshes, compiled_plan
-from planning.plan import MARGIN, SEARCHED, Plan, make_plan
+from planning.plan import MARGIN, SEARCHED, Plan, make_plan, memory_share
 from runtime import installation
 from runtime.files import check_writable, read_json
 from runtime.messages import UserError, say, short
@@ -204,24 +205,27 @@ def designed(setting, budget, compiler):
     while True:
         found = with_best_mesh(setting, budget, found, compiler)
         at = setting.widths.index(found.width)
-        if at == 0 or (has_room(found.plan) and sees_enough(found)):
+        if at == 0 or (has_room(setting, found.plan) and sees_enough(found)):
             return found
         found = candidate(setting, budget, setting.widths[at - 1])
 
 
 def chosen(setting, budget):
-    """The `Design` with the largest model that the budget trains, by formulas."""
+    """The `Design` with the largest model that the budget trains and that fits, by formulas."""
     found = {}
 
     def is_too_large(width):
-        design = found[width] = candidate(setting, budget, width)
-        return not (has_room(design.plan) and sees_enough(design))
+        found[width] = candidate(setting, budget, width)
+        return not sees_enough(found[width])
 
     at = bisect.bisect_left(setting.widths, True, key=is_too_large)
-    width = setting.widths[
-        max(0, at - 1)
-    ]  # the last that is not too large; if all are, the smallest
-    return found.get(width) or candidate(setting, budget, width)
+    # the last that is not too large; if all are, the smallest
+    for width in reversed(setting.widths[: max(1, at)]):
+        design = found.get(width) or candidate(setting, budget, width)
+        # whether one fits also depends on how its blocks can be divided, so the next in size may not
+        if has_room(setting, design.plan):
+            break
+    return design
 
 
 def sees_enough(design):
@@ -261,7 +265,13 @@ def configured(setting, width, tokens):
     if width:
         flags = flags.with_defaults(**recipe.model_flags(width, setting.vocabulary))
         flags = flags.with_defaults(n_experts=divisible(flags.cfg.model.n_experts, machine.n))
-    found = Found(machine.n, device_kind=machine.chip.jax_name, shards=setting.text.shards)
+    found = Found(
+        machine.n,
+        device_kind=machine.chip.jax_name,
+        # by which a batch that does not fit is divided into accumulation steps
+        memory_share=functools.partial(memory_share, machine=machine.as_a_run_has_it()),
+        shards=setting.text.shards,
+    )
     flags = settle.settle_model(flags, found, tell=None)
     T = flags.cfg.model.T
     sequences = divisible(recipe.batch_tokens(tokens, T) // T, machine.n)
@@ -310,9 +320,9 @@ def room_of(machine):
     return machine._replace(chip=machine.chip._replace(memory=(1 - MARGIN) * machine.chip.memory))
 
 
-def has_room(plan):
-    """Whether a step fits into the memory that a run gets, which is less than a plan's machine may have."""
-    return plan.fits and plan.memory.total <= plan.machine.as_a_run_has_it().chip.memory
+def has_room(setting, plan):
+    """Whether a step fits into the memory that a run gets, which on a GPU is not all of it."""
+    return plan.memory.total <= setting.machine.as_a_run_has_it().chip.memory
 
 
 def fastest(setting, cfg):
@@ -353,7 +363,7 @@ def with_best_mesh(setting, budget, design, compiler):
             words = f"width {design.width or one.cfg.model.model_dimension}, mesh {one.cfg.run.n_device_axis}"
             say(f"compiling the step for {machine.name}: {words}")
             plan = compiled_plan(one.cfg, machine)
-            if has_room(plan):
+            if has_room(setting, plan):
                 break
     tokens = tokens_within(budget, plan, design.active)
     return design._replace(plan=with_tokens(setting, plan, tokens, design.active))

@@ -8,6 +8,7 @@ import utils
 from planning import ladder, machines, prices
 from planning.command import machine_of_flag
 from planning.design import (
+    EPOCHS,
     LOCAL,
     SPARE,
     budget_of,
@@ -54,7 +55,7 @@ def main(flags):
     about = dict(machine=machine.name, hours=asked.hours, tokens=found.tokens)
     write_json(asked.design_json, dict(design=about) | flags_in_file(setting, found, text))
     print("\n".join(page(asked, found, text, others)), flush=True)
-    return 0 if has_room(found.plan) else 3
+    return 0 if has_room(setting, found.plan) else 3
 
 
 def flags_in_file(setting, found, text):
@@ -121,6 +122,8 @@ def data_in_words(found, text):
     words += f"; {text.folder}"
     if epochs:
         words += f" has {short(text.tokens)}, so {epochs:.2f} epochs"
+    if epochs > EPOCHS + 0.1:
+        words += f" (more than {EPOCHS} bring little; look for more text)"
     return words + (f", made by: {text.make}" if text.make else "")
 
 
