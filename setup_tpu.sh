@@ -39,13 +39,21 @@ version() {
 }
 BUILDS="venv, ensurepip" # Debian's python3 has ensurepip only with the package python3-venv
 
+clean_up() {
+  [[ -z $progress ]] || kill "$progress" 2>/dev/null || true
+  rm -rf "$tmp"
+}
+
 # quietly SENTENCE COMMAND...: run the command with its output in a file, and show every few seconds how far it is; if it
 # fails show the end of that file and die.
 quietly() {
   local sentence=$1 status=0
   shift
+  # A process that is ended right after its fork would run the trap, since it has not yet forgotten it.
+  trap - EXIT
   tell_progress & # in the background, so that Ctrl-C ends the command itself
   progress=$!
+  trap clean_up EXIT
   "$@" >"$log" 2>&1 || status=$?
   kill "$progress" 2>/dev/null || true
   wait "$progress" 2>/dev/null || true
@@ -163,7 +171,7 @@ fi
 
 tmp=$(mktemp -d)
 progress=
-trap '[[ -z $progress ]] || kill "$progress" 2>/dev/null || true; rm -rf "$tmp"' EXIT
+trap clean_up EXIT
 log=$tmp/log
 started=$SECONDS
 
