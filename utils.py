@@ -346,9 +346,9 @@ class Design:
     for --config. Every flag given beside it stays as it is."""
     hours: float = flag(0.0, common=True, most=1e6)
     """Hours of the machine, for --design."""
-    tokens: float = flag(0.0, common=True)
+    tokens: float = flag(0.0)
     """Tokens to train on, such as 5e9, for --design; with --hours the largest model that trains on them in time."""
-    loss: float = flag(0.0)
+    target_loss: float = flag(0.0)
     """Held-out loss to reach, for --design, on the text for which docs/rates.md predicts it."""
     design_json: str = flag("designed.json", nonempty=True)
     """File that --design writes."""

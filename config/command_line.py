@@ -91,7 +91,7 @@ def parse(argv, load=load_tokenizer, elsewhere=False):
 
 def check_machine_flags(cfg, given):
     """Raises UserError where a flag of --plan or --design is given without it."""
-    beside_design = {"hours", "tokens", "loss", "design_json"} & given.keys()
+    beside_design = {"hours", "tokens", "target_loss", "design_json"} & given.keys()
     beside_plan = {"search", "plan_json"} & given.keys()
     if "by_formulas" in given and not cfg.design.design:
         beside_plan |= {"by_formulas"}
@@ -229,9 +229,6 @@ def check(argv, elsewhere):
 
     flags = parse(argv, load, elsewhere)
     r = flags.cfg.run
-    if elsewhere and (machine := flags.cfg.design.design):
-        said = "is answered here, by python main.py; launch what it writes with --config"
-        raise UserError(said, flag="design", value=machine)
     if flags.cfg.plan.plan:
         return flags
     if not elsewhere or is_remote(r.folder):

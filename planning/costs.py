@@ -145,8 +145,7 @@ def weights_of(step):
     stored = optimizer = used = 0
     gathered = defaultdict(int)
     sent = []
-    tables, _ = table_of_step(step)
-    for name, table in tables.items():
+    for name, table in table_of_step(step)[0].items():
         in_layer = name in step.layers
         layers, times = step.layers.get(name, (1, 1))
         if name in architecture(m.architecture).stacks:

@@ -104,7 +104,7 @@ class Design(NamedTuple):
 def check_asked(flags):
     """Raises UserError where the flags beside --design say too little, or what a design cannot keep."""
     asked = flags.cfg.design
-    if not (asked.hours or asked.tokens or asked.loss or "training_steps" in flags.given):
+    if not (asked.hours or asked.tokens or asked.target_loss or "training_steps" in flags.given):
         raise UserError(
             "needs --hours of the machine beside it, or --tokens to train on",
             flag="design",
@@ -173,8 +173,8 @@ def budget_of(asked, setting):
             f"must be more than {least:.2f}, which a start takes", flag="hours", value=asked.hours
         )
     wanted = asked.tokens or math.inf
-    if asked.loss:
-        wanted = min(wanted, tokens_for(setting, asked.loss))
+    if asked.target_loss:
+        wanted = min(wanted, tokens_for(setting, asked.target_loss))
     tokens = min(wanted, EPOCHS * setting.text.tokens)
     return Budget(seconds if asked.hours else math.inf, tokens)
 
@@ -186,7 +186,7 @@ def tokens_for(setting, loss):
         raise UserError(
             f"losses are predicted for Python's standard library in a vocabulary of "
             f"{ladder.record()['corpus']['vocab_size']:,} alone; give --hours or --tokens",
-            flag="loss",
+            flag="target_loss",
             value=loss,
         )
     operations = ladder.operations_for(loss)
@@ -195,7 +195,7 @@ def tokens_for(setting, loss):
         tokens = recipe.TOKENS_PER_PARAMETER * active
         if model.flops_per_token(cfg) * tokens >= operations:
             return operations / model.flops_per_token(cfg)
-    raise UserError("no model here is large enough for that", flag="loss", value=loss)
+    raise UserError("no model here is large enough for that", flag="target_loss", value=loss)
 
 
 def designed(setting, budget, compiler):

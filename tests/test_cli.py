@@ -141,7 +141,7 @@ def test_help_has_a_first_page_and_all_flags_with_the_presets_values(capsys):
     listed = re.findall(r"^  --(\w+)", shown, re.MULTILINE)
     assert {"preset", "config", "plan", "n_device_axis"} < set(listed) and 12 <= len(listed) <= 18
     commands = re.findall(r"^  (?:bash run.sh local|python main.py (.*))$", shown, re.MULTILINE)
-    assert len(commands) == 3 and "--help all" in shown
+    assert len(commands) == 5 and "--help all" in shown
     for words in commands:
         command_line.check(words.split(), elsewhere=True)
 

@@ -137,11 +137,6 @@ def test_a_file_that_no_design_wrote_is_kept(designed, tmp_path):
     refusal(lambda: designed("v5e-8", hours=1), "holds flags that no design wrote")
 
 
-def test_a_design_is_not_launched():
-    words = "--design v4-32 --hours 3".split()
-    refusal(lambda: command_line.check(words, elsewhere=True), "--design v4-32: is answered here")
-
-
 @pytest.mark.parametrize("word", ["--hours 3", "--tokens 1e9"])
 def test_a_budget_needs_a_machine(word):
     refusal(lambda: command_line.parse(word.split()), "needs --design beside it")
@@ -163,11 +158,13 @@ def test_a_loss_is_predicted_on_the_text_of_the_ladder_alone(designed, text_shar
     _, page = designed("cpu", tokens=3e6)
     loss, error = map(float, re.search(r"loss         (\S+) \+- (\S+) nats", page).groups())
     assert 1 < loss < 4 and 0 < error < 0.2
-    flags, page = designed("cpu", loss=loss)
+    flags, page = designed("cpu", target_loss=loss)
     assert flags["design"]["tokens"] == pytest.approx(3e6, rel=0.4)
     assert float(re.search(r"loss         (\S+)", page)[1]) == pytest.approx(loss, abs=0.1)
     _, page = designed("cpu", tokens=3e6, data=text_shards)
     assert "loss         " not in page
     refusal(
-        lambda: designed("cpu", loss=2, data=text_shards), "--loss 2.0", "predicted for Python's"
+        lambda: designed("cpu", target_loss=2, data=text_shards),
+        "--target_loss 2.0",
+        "predicted for Python's",
     )
