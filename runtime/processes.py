@@ -69,6 +69,7 @@ def end_at_once(error):
             interrupts.end(75, for_all(words) if first_answers() else words)
         words = "".join(traceback.format_exception(error)).strip()
     flush_output()
+    watched.set()  # else a failure elsewhere could end this process before it has printed its own
     if not spoken_for("error", words):
         say_aside(words, own=str(error) != ANOTHER)
     status = ENDS[rank_of(error)]
