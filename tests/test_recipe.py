@@ -32,7 +32,9 @@ def test_members_of_the_family_grow_and_divide_evenly():
         assert m.model_dimension % m.n_head == 0 and m.blocks >= 1
         assert m.T % 128 == 0 and m.expert_dim % 16 == 0
         if width >= 256:
-            assert m.key_dim == 64 and m.n_experts == 16 and m.n_head % 2 == 0
+            assert m.key_dim == 64 and m.n_experts == 16
+        if width >= 1024:
+            assert m.n_head % 2 == 0 and m.blocks % 2 == 0
 
 
 def test_the_recipe_gives_back_the_presets_it_came_from():
