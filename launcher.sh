@@ -6,6 +6,7 @@ usage() {
   cat <<'HELP'
 usage: bash launcher.sh [--sync] [--restart] [--max_restarts N] [any flag of main.py]
        bash launcher.sh --status | --logs [-f] [HOST] | --stop | --attach HOST
+       bash launcher.sh --keep [--sync] [--max_restarts N] [any flag of main.py]
 
 Starts main.py with the flags on all HOSTS of cluster.env (copy cluster.env.example) and returns when every host has
 compiled its first step. Nothing is stopped or changed anywhere until all hosts have passed the check and the program
@@ -26,6 +27,12 @@ devices, data or weights is checked when main.py starts, and so is everything el
                  and the exit status is 137
   --attach HOST  attach to the tmux session there (detach: Ctrl-b d)
 
+  --keep         for a TPU slice that does not exist yet: with TPU_TYPE in cluster.env, ask for it, start the run, and
+                 do both again when the slice is lost, until the run has ended; then delete the slice. It works in a tmux
+                 session on this machine, or right here without tmux or inside it; give the same command after it was
+                 killed. --status tells about the slice too, --stop also deletes it, and --logs and --attach accept
+                 keeper as a HOST. See docs/several-hosts.md
+
 The launcher changes and removes only files that it put into FOLDER. With --sync, changes that somebody made to them are
 kept in a git branch there. A FOLDER that the launcher did not make is refused if it has files in it; with
 TAKE_FOLDER=yes the code is put beside them, unless it would overwrite something.
@@ -37,9 +44,9 @@ HELP
 CDPATH='' cd -- "$(dirname -- "$0")"
 [[ ${1:-} != @(-h|--help) ]] || { usage && exit; }
 source tools/cluster/cluster.sh
-((${#hosts[@]})) || die "HOSTS: names no host; copy cluster.env.example to cluster.env and fill it in."
 
 tmp=$(mktemp -d)
+temporary=${TMPDIR:-}
 export TMPDIR=$tmp # what is started from here leaves no other temporary files
 pids=()            # of the jobs in progress, one a host; each is a process group with all that it starts
 launched=
@@ -126,20 +133,20 @@ stop() {
   on_all stop --stop
 }
 
-# snapshot: set COMMIT to a commit of the files as they are here. It is stored in $tmp, and the repository does not
-# change. Run directories that git does not know are left out: a host has its own.
+# snapshot STORE: set COMMIT to a commit of the files as they are here. It is stored in the folder STORE, and the
+# repository does not change. Run directories that git does not know are left out: a host has its own.
 snapshot() {
-  local index prefix file folder tree nested left_out=()
+  local store=$1 index prefix file folder tree nested left_out=()
   if ! git ls-files --error-unmatch launcher.sh >/dev/null 2>&1; then
-    git init -q "$tmp/repository"
-    export GIT_DIR=$tmp/repository/.git GIT_WORK_TREE=$PWD
+    git init -q "$store/repository"
+    export GIT_DIR=$store/repository/.git GIT_WORK_TREE=$PWD
   fi
   prefix=$(git rev-parse --show-prefix)
   index=$(git rev-parse --git-path index)
-  mkdir -p "$tmp/objects/info"
-  (cd "$(git rev-parse --git-path objects)" && pwd) >"$tmp/objects/info/alternates"
+  mkdir -p "$store/objects/info"
+  (cd "$(git rev-parse --git-path objects)" && pwd) >"$store/objects/info/alternates"
   [[ ! -f $index ]] || cp "$index" "$tmp/index" # it knows which files are as they were
-  export GIT_OBJECT_DIRECTORY=$tmp/objects GIT_INDEX_FILE=$tmp/index
+  export GIT_OBJECT_DIRECTORY=$store/objects GIT_INDEX_FILE=$tmp/index
   while IFS= read -r -d '' file; do
     folder=$(dirname "$file")
     if [[ $folder != . && (${file##*/} == metrics.jsonl || -d $folder/checkpoints) ]]; then
@@ -157,11 +164,41 @@ snapshot() {
   export COMMIT
 }
 
+# need_hosts: fail where there is no host to work on.
+need_hosts() {
+  ((${#hosts[@]})) && return
+  [[ -z $TPU_TYPE ]] || die "TPU_NAME=$TPU_NAME: the slice is not there now; --status tells more, and --keep asks for it."
+  die "HOSTS: names no host; copy cluster.env.example to cluster.env and fill it in."
+}
+
+# keeper WORD...: tools/cluster/keep.py, which needs no packages. All but its status take the place of this script, so
+# that signals reach them.
+keeper() {
+  local python
+  for python in python3 "$VENV/bin/python"; do
+    if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+      export TMPDIR=$temporary
+      set -- "$python" -m tools.cluster.keep "$@"
+      if [[ ${*: -1} != status ]]; then
+        trap - EXIT
+        rm -rf "$tmp"
+        exec "$@"
+      fi
+      "$@"
+      return
+    fi
+  done
+  die "TPU_TYPE=$TPU_TYPE: what keeps slices needs Python 3.10 or newer on this machine; bash setup_tpu.sh gets one."
+}
+
 # alone OPTION WORD...: fail if a word follows the option.
 alone() { (($# == 1)) || die "$1 $2: $1 takes nothing more; see --help."; }
 
 # a_host WORD: fail unless it is one of HOSTS.
-a_host() { [[ " ${hosts[*]} " == *" $1 "* ]] || die "$1: must be one of HOSTS ($HOSTS)."; }
+a_host() {
+  need_hosts
+  [[ " ${hosts[*]} " == *" $1 "* ]] || die "$1: must be one of HOSTS ($HOSTS)."
+}
 
 # none_ours WORD...: fail if an option of this script stands among the flags of main.py.
 none_ours() {
@@ -169,7 +206,7 @@ none_ours() {
   for word; do
     case ${word%%=*} in
       -h | --help) usage && exit ;;
-      --sync | --restart | --max?restarts | --status | --logs | --stop | --attach)
+      --sync | --restart | --max?restarts | --status | --logs | --stop | --attach | --keep)
         die "$word: stands alone, or before the flags of main.py; see --help." ;;
     esac
   done
@@ -201,6 +238,11 @@ follow() {
 # logs [-f] [HOST]: print the logs, see usage.
 logs() {
   local word host pid status=0 step=show names=()
+  if [[ -n $TPU_TYPE && ${!#} == keeper ]]; then
+    [[ $1 == -f ]] || step=
+    exec tail -n 100 ${step:+-F} "$KEEPER/log"
+  fi
+  need_hosts
   for word; do
     if [[ $word == -f ]]; then step=follow; else a_host "$word" && names+=("$word"); fi
   done
@@ -222,11 +264,20 @@ logs() {
 case ${1:-} in
   --status)
     alone "$@"
+    if [[ -n $TPU_TYPE ]]; then
+      keeper status || exit
+      ((${#hosts[@]})) || exit 0
+    fi
+    need_hosts
     on_all status --state
     exit
     ;;
   --stop)
     alone "$@"
+    if [[ -n $TPU_TYPE ]]; then
+      keeper stop
+    fi
+    need_hosts
     stop
     exit
     ;;
@@ -236,6 +287,7 @@ case ${1:-} in
     ;;
   --attach)
     [[ -n ${2:-} ]] || die "--attach: one of HOSTS must follow it ($HOSTS)."
+    [[ $2 != keeper || -z $TPU_TYPE ]] || exec tmux -L "$KEEPER_TMUX" attach
     a_host "$2"
     alone "--attach $2" "${@:3}"
     "${ssh[@]}" -t -- "$2" "tmux -L $(quoted "moe-$SESSION-${2//[^a-zA-Z0-9]/-}") attach"
@@ -243,10 +295,12 @@ case ${1:-} in
     ;;
 esac
 
+sync='' keeps=''
 while :; do
   case ${1:-} in
-    --sync) export SYNC=1 ;;
+    --sync) sync=1 ;;
     --restart) export RESTART=1 ;;
+    --keep) keeps=1 ;;
     --max_restarts)
       [[ ${2:-} =~ ^[0-9]+$ ]] || die "--max_restarts ${2:-without a number}: a whole number must follow it."
       MAX_RESTARTS=$2
@@ -258,10 +312,18 @@ while :; do
   shift
 done
 none_ours "$@"
+if [[ -n $keeps ]]; then
+  [[ -n $TPU_TYPE ]] || die "--keep: TPU_TYPE, TPU_NAME and ZONE in cluster.env must say which slice to ask for."
+  [[ -z ${RESTART:-} ]] || die "--restart: not beside --keep, which takes over what is there; give --stop first."
+elif [[ -n $TPU_TYPE ]]; then
+  die "TPU_TYPE=$TPU_TYPE: with it a run is started by --keep, which asks for the slice first."
+fi
+[[ -n $keeps ]] || need_hosts
 export LAUNCH=$EPOCHSECONDS-$SRANDOM
-if [[ -n ${SYNC:-} ]]; then
-  snapshot
-else
+if [[ -n $sync ]]; then
+  export SYNC=1
+  if [[ -n $keeps ]]; then snapshot "$KEEPER/sync"; else snapshot "$tmp"; fi
+elif [[ -z ${SYNC:-} ]]; then # a keeper sets both SYNC and COMMIT
   revision=$(git rev-parse --verify -q "$COMMIT^{commit}" 2>/dev/null) ||
     die "COMMIT=$COMMIT: this repository has no such branch or commit."
   export COMMIT=$revision # from here on it is one commit, whatever is committed meanwhile
@@ -273,11 +335,12 @@ else
       "--sync would send it"
 fi
 
-# parse_here FLAG...: fail where main.py would refuse the flags, if a Python here has the packages that parsing needs.
+# parse_here WHERE FLAG...: fail where main.py would refuse the flags, if a Python here has the packages that parsing
+# needs. WHERE: elsewhere, or the type of a slice; what is printed then, see config/command_line.py.
 parse_here() {
   local host="this machine"
   read_program
-  FOLDER=$PWD call flags elsewhere "" "${program[@]}" "$@" | JAX_PLATFORMS=${JAX_PLATFORMS:-tpu} bash >/dev/null
+  FOLDER=$PWD call flags "$1" "" "${program[@]}" "${@:2}" | JAX_PLATFORMS=${JAX_PLATFORMS:-tpu} bash | past_noise
 }
 
 # admit: where a TPU refuses the key, have gcloud put one there, as it does whenever it opens a connection. gcloud keeps
@@ -298,12 +361,28 @@ admit() {
     die "TPU_NAME=$TPU_NAME: its hosts know you as $user, by OS Login; write SSH_USER=\"$user\" in cluster.env."
 }
 
+# keep FLAG...: check all that can be checked before a slice costs money, then have it asked for.
+keep() {
+  local places
+  places=$(parse_here "$TPU_TYPE" "$@") || return
+  if [[ $places == "flags not checked"* ]]; then
+    echo "the flags are checked before a slice costs money, which needs the environment on this machine:"
+    JAX_PLATFORMS=cpu VENV=${VENV/#\~\//$HOME/} bash setup_tpu.sh || return
+    places=$(parse_here "$TPU_TYPE" "$@") || return
+  fi
+  [[ $places == *://* ]] || die "--keep: the flags could not be checked here ($places)."
+  keeper start "$places" "$COMMIT" "$sync" "$@"
+}
+
 with_config "$@"
 set -- "${flags[@]}"
-parse_here "$@" || exit
+if [[ -n $keeps ]]; then
+  keep "$@" || exit
+fi
+[[ -n ${KEEPER:-} ]] || parse_here elsewhere "$@" >/dev/null || exit
 [[ -z $TPU_NAME ]] || admit
 on_all check --check || exit
-on_all flags --flags "$@" || exit
+[[ -n ${KEEPER:-} ]] || on_all flags --flags "$@" || exit # a keeper has checked them before the slice was there
 [[ -z ${RESTART:-} ]] || stop || (($? == 137)) || exit
 on_all code --code || exit
 on_all setup --setup || exit

@@ -19,10 +19,11 @@ from config.presets import PRESETS, preset
 from config.resume import check_same
 from config.settle import settle, validate
 from config.stored import read_values
-from runtime import installation
+from runtime import chips, installation
 from runtime.files import check_run_path, is_remote, read_json
 from runtime.messages import (
     HIDDEN,
+    NOT_GIVEN,
     UserError,
     common_errors,
     masked,
@@ -218,9 +219,9 @@ def with_vocabulary(flags, load):
     return flags.with_defaults(vocab_size=encoding.n_vocab)
 
 
-def check(argv, elsewhere):
+def check(argv, elsewhere, devices=0):
     """`parse`, and all checks that need no devices, data and weights. elsewhere: main.py will run on another machine,
-    whose tokenizers and place among its processes are not known here."""
+    whose tokenizers and place among its processes are not known here. devices: how many it has; 0: not known."""
 
     def load(name):
         # a file of the program's own may be missing yet in the folder where it will run
@@ -240,7 +241,22 @@ def check(argv, elsewhere):
     if r.init_from:  # which has the architecture
         return flags
     dp, pp, tp = r.n_device_axis
-    settle(flags, Found(r.n_devices or (dp or some_dp(flags.cfg)) * pp * tp))
+    settle(flags, Found(devices or r.n_devices or (dp or some_dp(flags.cfg)) * pp * tp))
+    return flags
+
+
+def check_on_slice(argv, slice_type):
+    """`check` for a TPU slice such as v4-32 that will be created for the run and may vanish at any time."""
+    chip, n = chips.parse_slice(slice_type)
+    flags = check(argv, elsewhere=True, devices=n * chip.cores)
+    d, r = flags.cfg.data, flags.cfg.run
+    for name, value in dict(output_dir=r.output_dir, data=d.data).items():
+        if not is_remote(value) and not (name == "data" and d.mix):
+            raise UserError(
+                "a slice that vanishes takes its disks with it; give an address in a bucket, such as gs://BUCKET/FOLDER",
+                flag=name,
+                value=value if name in flags.given else NOT_GIVEN,
+            )
     return flags
 
 
@@ -257,7 +273,16 @@ def some_dp(cfg):
     return 1
 
 
+def main(where, *argv):
+    """The launcher asks before it stops anything. where: "here", "elsewhere", or the type of a slice. For that it
+    prints the address of the run and of its data."""
+    if where in ("here", "elsewhere"):
+        check(argv, where == "elsewhere")
+        print("flags understood")
+    else:
+        cfg = check_on_slice(argv, where).cfg
+        print(cfg.run.folder, cfg.data.data, sep="\t")
+
+
 if __name__ == "__main__":
-    # command_line.py here FLAG... or elsewhere FLAG...: the launcher asks before it stops anything
-    one_sentence(lambda: check(sys.argv[2:], sys.argv[1] == "elsewhere"))
-    print("flags understood")
+    one_sentence(lambda: main(*sys.argv[1:]))

@@ -161,6 +161,24 @@ def parse_machine(name):
     return None
 
 
+def parse_slice(name):
+    """(Chip, number of chips) of a TPU slice as Cloud TPU rents it, such as v4-32. Raises UserError."""
+    try:
+        found = parse_machine(name) if re.fullmatch(r"v\d\w*-\d+", name.lower()) else None
+    except UserError as e:
+        raise UserError(e.said, value=f"TPU_TYPE={name}") from None
+    if not found or found[1].gpu:
+        raise UserError(
+            "must be a slice as Google names it, such as v4-32", value=f"TPU_TYPE={name}"
+        )
+    _, chip, dims = found
+    if chip.name == "v7x":  # cloud.google.com/tpu/docs/runtimes
+        raise UserError(
+            "Google offers this chip in Kubernetes only, not as a slice", value=f"TPU_TYPE={name}"
+        )
+    return chip, math.prod(dims)
+
+
 def slice_dims(chip, number, name):
     """The dims of a slice from the number in Google's name for it. It counts TensorCores, of which a chip has two; for
     v5e and v6e it counts chips. Raises UserError where there is no such slice."""

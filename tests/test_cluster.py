@@ -24,21 +24,17 @@ from helpers import (
     copy_repository,
     flags_of,
     free_port,
-    listens,
     refusal,
     start_main,
     wait_for,
 )
 from script_helpers import CLEAN, GCLOUD, TPU, assert_one_sentence, program
 from small_models import given
+from ssh_hosts import LACKING, SSHD, Host
 
 from runtime import messages, processes
 from training.device_mesh import device_grid
 
-SSHD = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")
-LACKING = [name for name in ("ssh", "tmux", "git") if not shutil.which(name)]
-PROGRAMS = """awk basename bash cat chmod cut date df dirname env find git git-receive-pack grep head ls mkdir mktemp mv
-nice ps python3 rm sed sh sleep tail tee tmux tr""".split()
 SECRET = "s3cr3t'\"$x y"
 ODD = "a  b\n'c' \"d\" $HOME `ls` \\ * ? ! é 漢"
 # The Python that it installs: with the file `broken` at home training fails, after the seconds that it holds, with
@@ -57,76 +53,6 @@ E
 chmod +x .venv/bin/python
 echo set up
 """
-# what a host's sshd reads
-SSHD_CONFIG = """Port {port}
-ListenAddress {address}
-HostKey {root}/host
-StrictModes no
-PidFile none
-AuthorizedKeysFile {root}/authorized
-PasswordAuthentication no
-UsePAM no
-PermitRootLogin yes
-KbdInteractiveAuthentication no
-MaxStartups 100
-SetEnv HOME={root}/home TMUX_TMPDIR={root}/tmux PATH={root}/bin TMPDIR={root}/tmp
-"""
-
-
-class Host:
-    """An sshd of its own, whose logins see their own HOME, TMUX_TMPDIR and, in bin, the only programs there are."""
-
-    def __init__(self, base, number, port):
-        self.address, self.root, self.port = f"127.0.0.{number}", base / f"h{number}", port
-        self.home, self.bin, self.process = self.root / "home", self.root / "bin", None
-        self.code = self.home / "moe-pretraining"
-        self.state = self.home / f".moe-pretraining/train/{self.address}"
-        for folder in ("home", "bin", "tmux", "tmp"):
-            (self.root / folder).mkdir(parents=True)
-        for name in PROGRAMS:
-            self.restore(name)
-        for key in ("host", "user"):
-            words = ["ssh-keygen", "-qt", "ed25519", "-N", "", "-f", self.root / key]
-            subprocess.run(words, check=True)
-        shutil.copy(self.root / "user.pub", self.root / "authorized")
-        (self.root / "sshd").write_text(SSHD_CONFIG.format(**vars(self)))
-
-    def up(self):
-        if os.getuid() == 0:
-            os.makedirs("/run/sshd", exist_ok=True)
-        words = [SSHD, "-D", "-f", self.root / "sshd"]
-        self.process = subprocess.Popen(words, stderr=subprocess.DEVNULL)
-        wait_for(lambda: listens(self.address, self.port), 60)
-
-    def down(self):
-        """Cut every connection and listen no more."""
-        mine = [self.process.pid]
-        for pid in mine:
-            words = ["ps", "-o", "pid=", "--ppid", str(pid)]
-            mine += map(int, subprocess.run(words, capture_output=True).stdout.split())
-        for pid in mine:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.process.wait()
-
-    def tmux(self, *words):
-        env = CLEAN | {"TMUX_TMPDIR": f"{self.root}/tmux"}
-        words = ["tmux", "-L", f"moe-train-{self.address.replace('.', '-')}", *words]
-        return subprocess.run(words, env=env, capture_output=True, text=True)
-
-    @property
-    def alive(self):
-        return self.tmux("has-session").returncode == 0
-
-    @property
-    def pid(self):
-        return int((self.state / "pid").read_text())
-
-    def restore(self, name):
-        """The program `name` is that of this machine, if it has it."""
-        (self.bin / name).unlink(missing_ok=True)
-        if found := sys.executable if name == "python3" else shutil.which(name):
-            (self.bin / name).symlink_to(found)
 
 
 class Cluster:

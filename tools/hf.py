@@ -175,8 +175,7 @@ def export_tokenizer(folder, run_dir, m):
         begin = m.end_of_text if m.end_of_text >= 0 else None
         end = next(iter(weights.end_tokens(run_dir)), begin)
     else:
-        end = encoding.eot_token
-        begin = getattr(encoding, "bos_token", end)
+        begin = end = encoding.eot_token
     if isinstance(encoding, tokenization.HubTokenizer):
         tokenization.copy_tokenizer(folder, encoding.path)
         remove_paths(f"{folder}/tokenizer_config.json")

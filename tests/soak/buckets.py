@@ -39,9 +39,9 @@ def start_emulator():
     return port
 
 
-def environment(port):
+def environment(port, address="127.0.0.1"):
     """Variables by which a program finds the bucket at a port."""
-    url = f"http://127.0.0.1:{port}"
+    url = f"http://{address}:{port}"
     return dict(
         STORAGE_EMULATOR_HOST=url,
         TENSORSTORE_GCS_HTTP_URL=url,
@@ -52,18 +52,24 @@ def environment(port):
 
 def download(address, folder):
     """Copy a folder of the bucket, past all faults."""
-    url = f"http://127.0.0.1:{emulator()}"
-    settings = dict(endpoint_url=url, token="anon", skip_instance_cache=True)
     os.environ |= environment(emulator())
-    fs = fsspec.filesystem("gs", **settings)
-    fs.get(address, str(folder), recursive=True)
+    unfailing().get(address, str(folder), recursive=True)
 
 
 def remove(address):
     """Remove a folder of the bucket: the emulator keeps all in memory."""
+    unfailing().rm(address, recursive=True)
+
+
+def upload(folder, address):
+    """Copy a folder to the bucket, past all faults."""
+    unfailing().put(str(folder), address, recursive=True)
+
+
+def unfailing():
+    """The bucket's file system, past all faults."""
     url = f"http://127.0.0.1:{emulator()}"
-    fs = fsspec.filesystem("gs", endpoint_url=url, token="anon", skip_instance_cache=True)
-    fs.rm(address, recursive=True)
+    return fsspec.filesystem("gs", endpoint_url=url, token="anon", skip_instance_cache=True)
 
 
 class Counted(Faulty):
@@ -81,8 +87,8 @@ class Proxy(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, rng, share, kinds, outages):
-        super().__init__(("127.0.0.1", 0), Counted)
+    def __init__(self, rng, share, kinds, outages, address="127.0.0.1", handler=Counted):
+        super().__init__((address, 0), handler)
         self.behind = emulator()
         self.rng, self.share, self.kinds, self.outages = rng, share, kinds, outages
         self.count = itertools.count(1)
@@ -98,4 +104,5 @@ class Proxy(ThreadingHTTPServer):
         for begin, length, kind in self.outages:
             if begin <= now - self.began < begin + length:
                 return kind
-        return self.rng.choice(self.kinds) if self.rng.random() < self.share else None
+        fails = self.share and self.rng.random() < self.share
+        return self.rng.choice(self.kinds) if fails else None

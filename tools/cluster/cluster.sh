@@ -103,6 +103,26 @@ for name in FOLDER VENV PYTHON; do
 done
 SSH_CONFIG=${SSH_CONFIG/#\~\//$HOME/}
 
+# A slice that comes and goes: --keep asks for it. KEEPER is its folder, which outlives each slice.
+if [[ -n $TPU_TYPE ]]; then
+  for name in SPOT KEEP_SLICE; do
+    [[ ${!name} == @(yes|no|) ]] || die "$name=${!name}: must be yes, no or empty."
+    [[ ${!name} == yes ]] || printf -v "$name" ''
+  done
+  [[ $TPU_TYPE =~ ^v[0-9][0-9a-z]*-[0-9]+$ ]] || die "TPU_TYPE=$TPU_TYPE: must be a slice as Google names it, such as v4-32."
+  [[ $TPU_NAME =~ ^[a-z]([a-z0-9-]{0,61}[a-z0-9])?$ ]] ||
+    die "TPU_NAME=$TPU_NAME: must name the slice of TPU_TYPE, by small letters, digits and -."
+  [[ $ZONE =~ ^[a-z]+-[a-z]+[0-9]+-[a-z]$ ]] || die "ZONE=$ZONE: must be the zone of the slice, such as us-central2-b."
+  if [[ -z ${KEEPER:-} ]]; then # else these are the hosts that the script found which started this one
+    [[ -z $HOSTS ]] || die "HOSTS, TPU_TYPE: name hosts that are there or the type of a slice to ask for, not both."
+    KEEPER=$HOME/.moe-pretraining/keep/${PROJECT:-default}.$ZONE.$TPU_NAME
+    KEEPER_TMUX=moe-keep-${KEEPER##*/}
+    KEEPER_TMUX=${KEEPER_TMUX//[^a-zA-Z0-9]/-}
+    if [[ -f $KEEPER/hosts ]]; then { read -r HOSTS && read -r COORDINATOR; } <"$KEEPER/hosts"; fi
+  fi
+  export KEEPER KEEPER_TMUX
+fi
+
 # read_hosts: split HOSTS, which may span several lines, into the array `hosts`.
 read_hosts() {
   read -d '' -ra hosts <<<"${HOSTS//[,;$'\r']/ }" || true
@@ -120,7 +140,7 @@ find_tpu() {
   local said state advice address where="${ZONE:+ in ZONE=$ZONE}${PROJECT:+ of PROJECT=$PROJECT}"
   type gcloud >/dev/null 2>&1 || die "TPU_NAME=$TPU_NAME: its hosts are found by gcloud, which is not installed; name them in HOSTS."
   if ! said=$(describe_tpu state 2>&1); then
-    [[ $said != *NOT_FOUND* ]] || die "TPU_NAME=$TPU_NAME: there is no such TPU$where; name another, or create it."
+    [[ $said != *NOT_FOUND* ]] || die "TPU_NAME=$TPU_NAME: there is no such TPU$where; name another, create it, or set TPU_TYPE and have --keep ask for it."
     said=$(grep -m 1 '^ERROR' <<<"$said" || tail -n 1 <<<"$said")
     die "TPU_NAME=$TPU_NAME: gcloud cannot describe it$where ($said)."
   fi
@@ -143,7 +163,7 @@ find_tpu() {
   done
   die "TPU_NAME=$TPU_NAME: gcloud names no address of its hosts$where${state:+, though its state is $state}; name them in HOSTS."
 }
-if [[ -z $HOSTS && -n $TPU_NAME ]]; then
+if [[ -z $HOSTS && -n $TPU_NAME && -z $TPU_TYPE ]]; then
   find_tpu
   COORDINATOR=${COORDINATOR:-none}
 fi
@@ -170,9 +190,10 @@ if [[ -n $key && $key != *[%$]* && $key != \~* ]]; then # ssh itself replaces %,
   [[ -f $key && -r $key ]] || die "SSH_KEY=$SSH_KEY: cannot be read; name a private key file of your own."
 fi
 
-# Host keys are written down at first contact and compared ever after.
+# Host keys are written down at first contact and compared ever after. Another slice has other keys, perhaps at the same
+# addresses, so the keeper of slices has a file of its own.
 ssh=(ssh -o BatchMode=yes -o StrictHostKeyChecking=accept-new -o ConnectTimeout=10 -o ServerAliveInterval=15
-  -o LogLevel=ERROR ${SSH_CONFIG:+-F "$SSH_CONFIG"} ${SSH_USER:+-l "$SSH_USER"} ${SSH_PORT:+-p "$SSH_PORT"}
+  -o LogLevel=ERROR ${KEEPER:+-o UserKnownHostsFile="$KEEPER/known_hosts"} ${SSH_CONFIG:+-F "$SSH_CONFIG"} ${SSH_USER:+-l "$SSH_USER"} ${SSH_PORT:+-p "$SSH_PORT"}
   ${SSH_KEY:+-i "$SSH_KEY" -o IdentitiesOnly=yes})
 
 # quoted WORD...: print the words quoted for any POSIX shell. printf %q would write $'...', which only some know.
@@ -263,16 +284,20 @@ with_config() {
 # read_program: set the array `program` to what `flags` of tools/cluster/on_host.sh needs of COMMIT: the number of
 # files, then the name and the text of each. Of files that may hold a tokenizer the name is enough.
 read_program() {
-  local name text
-  program=()
+  local name all i texts python=() others=()
   while read -r name; do
     case $name in
       tests/* | tools/* | docs/*) continue ;; # main.py's flags are parsed without them
-      *.py | config/*.txt) text=$(git show "$COMMIT:$name") ;;
-      *.json | *.tiktoken) text= ;;
-      *) continue ;;
+      *.py | config/*.txt) python+=("$name") ;;
+      *.json | *.tiktoken) others+=("$name" '') ;;
     esac
-    program+=("$name" "$text")
   done < <(git ls-tree -r --full-tree --name-only "$COMMIT" 2>/dev/null)
-  program=("$((${#program[@]} / 2))" "${program[@]}")
+  # one git for all, which writes a byte before each text that no text has: a process for each would take seconds
+  all=$(printf '%s\n' "${python[@]/#/$COMMIT:}" | git cat-file --batch=$'\x01')
+  mapfile -t -d $'\x01' texts <<<"$all"
+  program=("$((${#python[@]} + ${#others[@]} / 2))" "${others[@]}")
+  for i in "${!python[@]}"; do
+    texts[i + 1]=${texts[i + 1]%$'\n'} # git's own
+    program+=("${python[i]}" "${texts[i + 1]:1}")
+  done
 }

@@ -83,7 +83,7 @@ flags() {
   code=$(mktemp -d) # not local: the trap runs when this function is left
   trap 'rm -rf "$code"' EXIT
   for ((; count > 0; count--)); do
-    mkdir -p "$code/$(dirname "$1")"
+    [[ $1 != */* || -d $code/${1%/*} ]] || mkdir -p "$code/${1%/*}"
     printf '%s\n' "$2" >"$code/$1"
     shift 2
   done

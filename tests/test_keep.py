@@ -1,0 +1,250 @@
+"""launcher.sh --keep: a slice that comes and goes, made by a gcloud of the tests; its hosts have real sshd and tmux.
+
+The run on it is tests/fake_training.py. `python -m tests.soak.slices` trains.
+"""
+
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import cloud as clouds
+import fake_training
+import pytest
+from helpers import ROOT, refusal, wait_for
+from script_helpers import CLEAN, assert_one_sentence
+
+from config.command_line import check_on_slice
+
+PLACES = "--data gs://bucket/shards --output_dir gs://bucket/runs"
+RUN = f"--preset tiny {PLACES} --name run --save_steps 10 --training_steps"
+# on the hosts alone: the machine that keeps runs no main.py
+FAKE = f'[[ $1 != main.py ]] || exec {sys.executable} {ROOT}/tests/fake_training.py BUCKET "$@"'
+
+
+@pytest.fixture(scope="module")
+def made():
+    if why := clouds.lacks():
+        pytest.skip(why)
+    cloud = clouds.Cloud()
+    instead = FAKE.replace("BUCKET", str(cloud.folder / "buckets/bucket"))
+    yield clouds.Keeping(cloud, instead)
+    cloud.close()
+
+
+@pytest.fixture
+def kept(made):
+    """The machine that keeps, with nothing on it, nor in its bucket and cloud. Afterwards nothing is left over: no
+    slice, network, process or session."""
+    made.cloud.reset()
+    for folder in (made.home, made.bucket / "runs"):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+    made.set()
+    yield made
+    end = time.monotonic() + 60
+    while made.cloud.leftovers() and time.monotonic() < end:
+        time.sleep(0.1)
+    assert made.cloud.leftovers() == [] and made.cloud.most <= 1
+
+
+def keep(kept, steps, *words, **environment):
+    return kept.launch("--keep", *RUN.split(), steps, *words, **environment)
+
+
+def assert_done(kept, done, steps):
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert kept.bits(steps) == fake_training.bits_after(steps)
+    assert "error: " not in done.stderr, done.stderr
+
+
+def test_a_run_is_kept_to_its_end(kept):
+    done = keep(kept, 30)
+    assert_done(kept, done, 30)
+    created = [call for call in kept.cloud.view()["calls"] if " create " in call]
+    assert len(created) == 1 and "--spot" in created[0]
+    assert "--accelerator-type v4-8 --runtime-version tpu-ubuntu2204-base" in created[0]
+    status = kept.launch("--status")
+    assert status.returncode == 0, status.stderr
+    assert "ended at" in status.stdout and "done at step 30" in status.stdout
+    assert " chip-hours, about $" in status.stdout and "goodput  50%" in status.stdout
+    assert "slices lost: 0" in status.stdout
+    # a run that has ended begins anew, without a word about the old one
+    assert_done(kept, keep(kept, 40), 40)
+
+
+def moments(rng, n):
+    """n preemptions: (moment, seconds after it, whether no connection is closed)."""
+    kinds = "CREATING WAITING_FOR_RESOURCES PROVISIONING setup running running checkpoint".split()
+    drawn = [rng.choice(kinds) for _ in range(n)]
+    drawn[:5] = rng.sample(["PROVISIONING", "setup", "running", "checkpoint", "running"], 5)
+    return [
+        (kind, rng.uniform(0, 0.7) * (kind in ("setup", "running")), rng.random() < 0.3)
+        for kind in drawn
+    ]
+
+
+@pytest.mark.parametrize("seed", [1])
+def test_ten_preemptions_at_drawn_moments_change_no_bit(kept, seed):
+    """With a gcloud that is slow, fails, or loses answers. The keeper is killed too, while it deletes and elsewhere."""
+    rng = random.Random(f"preemptions {seed}")
+    kept.cloud.reset(hosts=2, faulty=0.15, seed=seed)
+    kept.cloud.plan = moments(rng, 10)
+    kept.cloud.hold()
+    steps, lives = 80, 0
+    while kept.cloud.plan or lives == 0:
+        process = kept.begin("--keep", *RUN.split(), steps)
+        lives += 1
+        left = len(kept.cloud.plan)
+        want = max(0, left - rng.choice([2, 3, 4]))
+        wait_for(lambda: process.poll() is not None or len(kept.cloud.plan) <= want)
+        if lives < 4 and process.poll() is None:
+            time.sleep(rng.uniform(0, 1))
+            os.kill(kept.record["process"], signal.SIGKILL)
+            process.wait()
+        else:
+            break
+    process.stdout, process.stderr = process.communicate(timeout=1000)
+    assert_done(kept, process, steps)
+    assert len(kept.cloud.preemptions) == 10 and lives == 4, kept.log()
+    assert kept.record["lost"] >= 5
+
+
+FLAGS = [  # of main.py, and what the sentence holds
+    ("--modle_dimension 3", "--modle_dimension"),
+    ("--n_device_axis 16 1 1", "--n_device_axis 16 1 1: dp x pp x tp is 16 but", "devices, 4"),
+    ("--output_dir runs", "--output_dir runs: a slice that vanishes takes its disks with it"),
+    ("--data shards", "--data shards: a slice that vanishes", "gs://"),
+]
+
+
+def test_flags_are_checked_for_the_devices_and_disks_of_a_slice():
+    for flags, *words in FLAGS:
+        refusal(lambda: check_on_slice([*RUN.split(), "9", *flags.split()], "v4-8"), *words)
+    refusal(lambda: check_on_slice(["--preset", "tiny"], "v4-8"), "no --output_dir: a slice")
+    given = check_on_slice([*RUN.split(), "9", "--n_device_axis", "0", "1", "2"], "v5e-8").cfg.run
+    assert given.n_device_axis == (0, 1, 2)
+    for kind, said in (("v4-12", "near it are v4-8 and v4-16"), ("v7x-8", "in Kubernetes only")):
+        refusal(lambda: check_on_slice(RUN.split() + ["9"], kind), f"TPU_TYPE={kind}: ", said)
+
+
+SETTINGS = [  # of cluster.env, and what the sentence holds
+    ("TPU_TYPE=eight", "TPU_TYPE=eight: must be a slice as Google names it"),
+    ("TPU_NAME=My_Pod", "TPU_NAME=My_Pod: must name the slice"),
+    ("ZONE=", "ZONE=: must be the zone of the slice"),
+    ("SPOT=maybe", "SPOT=maybe: must be yes, no or empty"),
+    ("HOSTS=a", "HOSTS, TPU_TYPE: ", "not both"),
+    (
+        "TPU_TYPE=",
+        "there is no such TPU in ZONE=us-central2-b",
+        "or set TPU_TYPE and have --keep ask",
+    ),
+    ("TPU_TYPE= TPU_NAME=", "--keep: TPU_TYPE, TPU_NAME and ZONE in cluster.env must say"),
+]
+MISTAKES = [  # flags, and what the sentence holds
+    ("--modle_dimension 3", "--modle_dimension"),
+    ("--data gs://bucket/shard", "--data gs://bucket/shard: there is nothing"),
+    ("--output_dir gs://buckle/runs", "gs://buckle: there is no such bucket", "404"),
+]
+
+
+def assert_no_slice_was_asked_for(kept, done, status, *words):
+    assert_one_sentence(done, status, *words)
+    assert kept.cloud.view()["created"] == 0
+
+
+def test_mistakes_are_found_before_a_slice_is_asked_for(kept):
+    for setting, *words in SETTINGS:
+        kept.set(setting)
+        assert_no_slice_was_asked_for(kept, keep(kept, 30), 1, *words)
+    kept.set()
+    for words, said in (
+        (["--keep", "--restart"], "--restart"),
+        (RUN.split(), "is started by --keep"),
+    ):
+        assert_no_slice_was_asked_for(kept, kept.launch(*words), 1, said)
+    for word in ("--status", "--stop"):
+        done = kept.launch(word)
+        assert_no_slice_was_asked_for(kept, done, 2, "TPU_NAME=pod: nothing is kept")
+    for flags, *words in MISTAKES:
+        assert_no_slice_was_asked_for(kept, keep(kept, 30, *flags.split()), 2, *words)
+    kept.set("ZONE=us-central2-c")
+    done = keep(kept, 30)
+    assert done.returncode == 1 and kept.cloud.view()["created"] == 0
+    assert "error: gcloud refuses (PERMISSION_DENIED: Permission denied on" in done.stdout
+
+
+QUOTA = "RESOURCE_EXHAUSTED: Quota limit 'TPUV4sPreemptiblePerProject' has been exceeded. Limit: 0"
+
+
+def test_googles_refusal_is_one_sentence_and_a_bucket_elsewhere_is_named(kept):
+    kept.cloud.reset(refuses=QUOTA, buckets={"bucket": "EU"})
+    done = keep(kept, 30)
+    (said,) = re.findall("error: .*", done.stdout)
+    assert done.returncode == 1 and said == f"error: Google refuses the slice ({QUOTA})"
+    assert "note: gs://bucket lies in EU, the slice in us-central2; Google charges" in done.stderr
+
+
+FULL = "There is no more capacity in the zone"
+
+
+def test_a_request_that_fails_is_made_again_unless_that_is_hopeless(kept):
+    kept.cloud.reset(failures=[FULL])
+    done = keep(kept, 20)
+    assert_done(kept, done, 20)
+    assert f"refuses the slice (FAILED ({FULL})); asking again in" in done.stdout
+    kept.cloud.reset(failures=[QUOTA])
+    done = keep(kept, 30)
+    assert (
+        done.returncode == 1
+        and f"error: Google refuses the slice (FAILED ({QUOTA}))" in done.stdout
+    )
+    assert kept.cloud.view()["created"] == 1
+
+
+def test_a_slice_of_others_is_not_touched(kept):
+    """Neither a request with another label, nor a node that somebody made by hand."""
+    node = {"state": "READY", "labels": {"moe-pretraining-keeper": "another"}}
+    request = {"state": {"state": "SUSPENDED"}, "tpu": {"nodeSpec": [{"node": node}]}, "since": 0}
+    for made in (dict(requests={"pod": request}), dict(nodes={"pod": {"state": "READY"}})):
+        kept.cloud.reset(**made)
+        done = keep(kept, 30)
+        assert done.returncode == 1 and "that this keeper did not make" in done.stdout, done.stdout
+        view = kept.cloud.view()
+        assert view["requests"].keys() | view["nodes"].keys() == {"pod"}
+        assert not any(" delete " in call or " create " in call for call in view["calls"])
+    kept.cloud.reset()
+
+
+def test_it_works_in_tmux_by_itself_with_files_as_they_are_here(kept):
+    """The command returns when the slice is asked for. What --sync sends stays the same until the run has ended."""
+    kept.cloud.hold()
+    (kept.repo / "new.txt").write_text("first")
+    apart = {"TMUX_TMPDIR": str(kept.cloud.folder), "WANDB_API_KEY": "s3cr3t"}
+    done = kept.launch("--keep", "--sync", *RUN.split(), "30", TMUX=None, **apart)
+    assert done.returncode == 0 and "the keeper works in the background" in done.stdout, done.stdout
+    (kept.repo / "new.txt").write_text("second")
+    wait_for(lambda: list(kept.run.glob("20")))
+    tmux = ["tmux", "-L", "moe-keep-p-us-central2-b-pod"]
+    env = CLEAN | apart
+    for words in (["show-environment", "-g"], ["list-panes", "-F", "#{pane_start_command}"]):
+        said = subprocess.run([*tmux, *words], env=env, capture_output=True, text=True)
+        assert said.returncode == 0 and "s3cr3t" not in said.stdout
+    (instance,) = kept.cloud.instances
+    assert b"WANDB_API_KEY=s3cr3t" in Path(f"/proc/{instance.pid}/environ").read_bytes()
+    os.kill(kept.record["process"], signal.SIGKILL)
+    with kept.cloud.opened() as content:
+        kept.cloud.preempt(content, "pod")
+    done = kept.launch("--keep", "--sync", *RUN.split(), "30", TMUX=None, **apart)
+    assert done.returncode == 0, done.stderr
+    wait_for(lambda: kept.record["phase"] == "running" and kept.record["starts"] == 2)
+    assert (kept.cloud.instances[0].code / "new.txt").read_text() == "first"
+    assert "starting the run on 1 hosts" in kept.launch("--logs", "keeper").stdout
+    kept.cloud.hold(False)
+    wait_for(lambda: kept.record["has_ended"])
+    assert kept.bits(30) == fake_training.bits_after(30)
