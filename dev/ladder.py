@@ -39,17 +39,15 @@ VOCABULARY = 1024
 TOKENS_PER_PARAMETER = 10  # half of what the recipe designs, for a quarter of the operations
 WIDTHS = (48, 64, 80, 96, 128)
 RATES = (1, 0.5, 2)  # multiples of the designed --max_lr
-# How this machine does it, which alters no more than rounding.
-MACHINE = dict(n_device_axis=(1, 1, 1), model_dtype="float32", microbatch_size=16)
-# Few evaluations and samples: the loss that counts is that of the whole validation split, measured at the end.
-LOOKS = dict(val_batch_size=16, eval_steps=20, inference_batch=1, max_tokens=1)
+# Flags that alter no more than rounding, or what is looked at: the loss that counts is measured at the end.
+BESIDE = dict(microbatch_size=16, val_batch_size=16, eval_steps=20, inference_batch=1, max_tokens=1)
 
 
 def designed(width, rate=1, seed=0, tokens_per_parameter=TOKENS_PER_PARAMETER):
     """({flag: value} of a run, its active parameters, its operations). rate: a multiple of the designed one, with as
     much decay in all."""
     flags = recipe.model_flags(width, VOCABULARY)
-    cfg = utils.replace(utils.Config(), **flags, **MACHINE)
+    cfg = utils.replace(utils.Config(), **flags, n_device_axis=(1, 1, 1))
     _, active, embedding = model.count_params(cfg)
     parameters = active + embedding
     tokens = tokens_per_parameter * parameters
@@ -90,7 +88,7 @@ def train_one(folder, *run):
     flags, parameters, operations = designed(*run)
     name = name_of(*run)
     config = f"{RUNS}/{name}.json"
-    write_json(config, flags | MACHINE | LOOKS)
+    write_json(config, flags | BESIDE)
     words = ["--config", config, "--data", folder, "--output_dir", RUNS, "--name", name]
     subprocess.run([sys.executable, "main.py", *words], check=True)
     words = ["tools/evaluate.py", f"{RUNS}/{name}", "--data", folder, "--json"]
@@ -219,16 +217,18 @@ def picture(record):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser("python -m dev.ladder", description=__doc__.splitlines()[0])
     tasks = parser.add_subparsers(required=True)
     training = tasks.add_parser("train", help="train what the record lacks")
-    training.add_argument("--widths", nargs="+", type=int, default=WIDTHS)
+    training.add_argument(
+        "--widths", nargs="+", type=int, default=WIDTHS, choices=recipe.WIDTHS, metavar="WIDTH"
+    )
     training.add_argument("--rates", nargs="+", type=float, default=RATES)
     training.add_argument("--seeds", nargs="+", type=int, default=[0])
     training.add_argument("--tokens_per_parameter", type=float, default=TOKENS_PER_PARAMETER)
     training.set_defaults(do=train)
     predicting = tasks.add_parser("predict", help="predict the loss of a rung")
-    predicting.add_argument("width", type=int)
+    predicting.add_argument("width", type=int, choices=recipe.WIDTHS, metavar="WIDTH")
     predicting.set_defaults(do=predict)
     tasks.add_parser("draw", help="draw the picture and print the table").set_defaults(do=draw)
     asked = parser.parse_args()

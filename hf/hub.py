@@ -11,10 +11,11 @@ from huggingface_hub import errors
 
 from hf import pretrained
 from runtime.messages import UserError, first_line, say, size
+from shards import tokenization
 
 PREFIX = "hf://"
 GPT2 = {"gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "distilgpt2"}  # names that need no prefix
-DESCRIPTION = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+DESCRIPTION = ["config.json", "generation_config.json", "tokenizer.json", *tokenization.BESIDE]
 DESCRIPTION += [pretrained.INDEX]
 ABSENT = (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError)
 

@@ -69,12 +69,13 @@ def curve_through(rungs):
 
 
 def rungs_of(record):
-    """{width: (operations, loss)} of the rungs of a record: their runs as designed, and the mean of their seeds."""
+    """{width: (operations, loss)} of the rungs of a record: of each width the run as designed, with seed 0."""
+    of_rung = dict(rate=1, seed=0, tokens_per_parameter=record["tokens_per_parameter"])
     found = {}
     for run in record["runs"].values():
-        if run["rate"] == 1 and run["tokens_per_parameter"] == record["tokens_per_parameter"]:
-            found.setdefault(run["width"], []).append((run["operations"], run["loss"]))
-    return {width: tuple(np.mean(found[width], 0)) for width in sorted(found)}
+        if all(run[name] == value for name, value in of_rung.items()):
+            found[run["width"]] = run["operations"], run["loss"]
+    return dict(sorted(found.items()))
 
 
 @functools.cache

@@ -22,6 +22,9 @@ PART = r"'(?:[sdmt]|ll?|ve?|re?)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+"
 # A text that the patterns in use cut in different places. It starts with a space since some tokenizers add one.
 PROBE = " x don't I'LL (self.name) == 1234567;\n\n\t\tif aB == CamelCase:\r\n        return   1\n"
 TOKENIZER_FILES = (".tiktoken", ".json")  # endings of the names of files that hold a tokenizer
+CHAT_TEMPLATE = "chat_template.jinja"
+# what transformers writes beside a tokenizer.json
+BESIDE = ("tokenizer_config.json", CHAT_TEMPLATE)
 # A letter that is followed by a space and a letter. Every tiktoken pattern, and the one above, ends a piece there. So a
 # text may be cut there: its parts have together the same tokens as the whole.
 CUT = re.compile("[A-Za-z](?= [A-Za-z])")
@@ -353,9 +356,11 @@ def copy_tokenizer(folder, name):
     if ending not in TOKENIZER_FILES:
         return name
     copies = {f"tokenizer{ending}": name}
-    if ending == ".json":  # the tokenizer itself is copied last: where it is, the other file is too
-        beside = os.path.join(os.path.dirname(name), "tokenizer_config.json")
-        copies = {"tokenizer_config.json": beside} | copies
+    if (
+        ending == ".json"
+    ):  # the tokenizer itself is copied last: where it is, the other files are too
+        beside = os.path.dirname(name)
+        copies = {file: os.path.join(beside, file) for file in BESIDE} | copies
     for copy, path in copies.items():
         content = read_file(path)
         at = os.path.join(folder, copy)
@@ -375,6 +380,13 @@ def folder_tokenizer_name(folder):
     none."""
     config = read_json(folder, "config.json")
     return in_folder(folder, config.get("encoding", "tokenizer.json") or "")
+
+
+def has_chat_template(folder):
+    """Whether the tokenizer of a folder has a chat template, in a file of its own or, as earlier, in its config."""
+    if read_json(folder, "tokenizer_config.json").get("chat_template"):
+        return True
+    return read_file(os.path.join(folder, CHAT_TEMPLATE)) is not None
 
 
 def folder_tokenizer(folder):

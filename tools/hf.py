@@ -175,7 +175,8 @@ def export_tokenizer(folder, run_dir, m):
         begin = m.end_of_text if m.end_of_text >= 0 else None
         end = next(iter(weights.end_tokens(run_dir)), begin)
     else:
-        begin = end = encoding.eot_token
+        end = encoding.eot_token
+        begin = getattr(encoding, "bos_token", end)
     if isinstance(encoding, tokenization.HubTokenizer):
         tokenization.copy_tokenizer(folder, encoding.path)
         remove_paths(f"{folder}/tokenizer_config.json")

@@ -24,7 +24,7 @@ import utils
 from runtime import interrupts
 from runtime.messages import UserError, say_aside, say_error
 from runtime.pulse import Pulse
-from shards.tokenization import check_ids, longest_token, ordinary, text_of
+from shards.tokenization import check_ids, has_chat_template, longest_token, ordinary, text_of
 from tools import common
 
 if __name__ == "__main__":
@@ -34,6 +34,7 @@ if __name__ == "__main__":
 import jax
 
 from data.encoding import encode_text
+from hf import hub
 from inference import decoding
 from inference.weights import end_tokens, max_positions
 
@@ -167,6 +168,11 @@ def continue_all(options):
     typed."""
     with Pulse("opening the model", lines=False):
         opened = common.open_model(options, text=True)
+    folder = hub.folder_of(options.model)
+    if has_chat_template(folder):
+        say_aside(
+            f"{folder} has a chat template, which is not applied here: prompts are continued as plain text"
+        )
     programs = {}  # {(rows, tokens of a prompt, chunks): compiled (prefill, advance)}
     if options.prompt:
         return continue_prompts(options, *opened, programs)

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import DynamicCache, DynamicLayer, GenerationMixin, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
 
 from .configuration_moe_pretraining import MoEPretrainingConfig
 
@@ -179,7 +180,7 @@ class MixtureOfExperts(nn.Module):
         return out
 
 
-class Layer(nn.Module):
+class Layer(GradientCheckpointingLayer):
     def __init__(self, config, index):
         super().__init__()
         D, eps, L = config.hidden_size, config.rms_norm_eps, config.layers_per_block
@@ -194,8 +195,8 @@ class Layer(nn.Module):
         else:
             self.mlp = FeedForward(config, config.intermediate_size)
 
-    def forward(self, x, *tokens):
-        x = x + self.self_attn(self.input_layernorm(x), *tokens)
+    def forward(self, x, positions, real, seen, cache=None):
+        x = x + self.self_attn(self.input_layernorm(x), positions, real, seen, cache)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -211,15 +212,30 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, ids, positions, real, seen, cache):
-        x = self.embed_tokens(ids)
+    def forward(self, input_ids, attention_mask=None, position_ids=None, cache=None, **others):
+        """input_ids [B, t] -> the hidden states [B, t, D] that the head multiplies. attention_mask [B, T] is 0 for
+        padding. others: what training programs that call it directly pass to every model, such as use_cache."""
+        B, t = input_ids.shape
+        before = 0 if cache is None else cache.get_seq_length()
+        query = before + torch.arange(t, device=input_ids.device)
+        if position_ids is None:
+            position_ids = query.expand(B, t)
+        key = torch.arange(before + t, device=input_ids.device)
+        if attention_mask is None:
+            attention_mask = torch.ones_like(key).expand(B, -1)
+        real = attention_mask.bool()
+        seen = (key <= query[:, None]) & real[:, None]
+        # padding attends to itself, since softmax of nothing is NaN
+        seen = seen | (key == query[:, None])
+
+        x = self.embed_tokens(input_ids)
         if hasattr(self, "embedding_norm"):
             x = self.embedding_norm(x)
         if hasattr(self, "embedding_conv"):
             x = self.with_tokens_before(x, real, cache)
         for layer in self.layers:
-            x = layer(x, positions, real, seen, cache)
-        return self.norm(x)
+            x = layer(x, position_ids, real, seen, cache=cache)
+        return BaseModelOutput(last_hidden_state=self.norm(x))
 
     def with_tokens_before(self, x, real, cache):
         """x [B, t, D] -> the same, with shares of earlier tokens, which `cache` holds as one more layer."""
@@ -238,6 +254,7 @@ class MoEPretrainingForCausalLM(PreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _keep_in_fp32_modules_strict = ["e_score_correction_bias", "gate.weight", "conv"]
     _no_split_modules = ["Layer"]
+    supports_gradient_checkpointing = True
 
     def __init__(self, config):
         super().__init__(config)
@@ -260,7 +277,6 @@ class MoEPretrainingForCausalLM(PreTrainedModel, GenerationMixin):
         """input_ids [B, t] -> logits [B, t, vocabulary], or of the last logits_to_keep tokens alone. attention_mask
         [B, T] is 0 for padding; labels [B, t] as transformers has them, -100 for tokens without a loss. others:
         arguments of the loss, such as num_items_in_batch, by which Trainer divides where it accumulates gradients."""
-        B, t = input_ids.shape
         if cache is None:  # transformers before 5.24 calls it by the other name
             cache = past_key_values
         if use_cache and cache is None:
@@ -270,19 +286,7 @@ class MoEPretrainingForCausalLM(PreTrainedModel, GenerationMixin):
                 f"This model decodes with a DynamicCache, not with a {type(cache).__name__}; leave "
                 f"cache_implementation out."
             )
-        before = 0 if cache is None else cache.get_seq_length()
-        query = before + torch.arange(t, device=input_ids.device)
-        if position_ids is None:
-            position_ids = query.expand(B, t)
-        key = torch.arange(before + t, device=input_ids.device)
-        if attention_mask is None:
-            attention_mask = torch.ones_like(key).expand(B, -1)
-        real = attention_mask.bool()
-        seen = (key <= query[:, None]) & real[:, None]
-        # padding attends to itself, since softmax of nothing is NaN
-        seen = seen | (key == query[:, None])
-
-        x = self.model(input_ids, position_ids, real, seen, cache)
+        x = self.model(input_ids, attention_mask, position_ids, cache).last_hidden_state
         logits = self.lm_head(x[:, -logits_to_keep:])
         loss = None
         if labels is not None:
