@@ -93,10 +93,10 @@ def planned_config(flags, machine):
     return cfg
 
 
-def compiled_plan(cfg, machine):
-    """The `Plan` by the compiler, also of a step that does not fit."""
+def compiled_plan(cfg, machine, limit=0):
+    """The `Plan` by the compiler, also of a step that does not fit. limit: of `machines.ask_compiler`."""
     try:
-        return make_plan(cfg, machine, machines.ask_compiler(cfg, machine))
+        return make_plan(cfg, machine, machines.ask_compiler(cfg, machine, limit))
     except TooLarge as e:
         return make_plan(cfg, machine, refused=e)
 

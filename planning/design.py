@@ -33,6 +33,8 @@ from shards.listing import manifests
 SPARE, START = 0.1, 60
 # Up to which repeated text is worth almost as much as new text: arXiv:2305.16264, section 6.
 EPOCHS = 4
+# An answer must not take longer than a person waits: a compiler that has not ended by then is not asked further.
+COMPILE_SECONDS = 180
 # The share of TOKENS_PER_PARAMETER that is enough, so that the model next in size is taken where it is nearer to it.
 ENOUGH = 0.7
 # The text where nobody gave --data: on accelerators the smallest of these corpora (data/corpora.json) of which EPOCHS
@@ -362,7 +364,7 @@ def with_best_mesh(setting, budget, design, compiler):
         for one in found[:COMPILED]:
             words = f"width {design.width or one.cfg.model.model_dimension}, mesh {one.cfg.run.n_device_axis}"
             say(f"compiling the step for {machine.name}: {words}")
-            plan = compiled_plan(one.cfg, machine)
+            plan = compiled_plan(one.cfg, machine, COMPILE_SECONDS)
             if has_room(setting, plan):
                 break
     tokens = tokens_within(budget, plan, design.active)

@@ -6,6 +6,7 @@ import math
 import multiprocessing
 import os
 import re
+import signal
 import time
 import types
 from concurrent import futures
@@ -22,7 +23,7 @@ from planning import gpus, hlo
 from runtime import chips, platforms
 from runtime.chips import CHIPS, Chip, chip_of
 from runtime.jax_setup import configure_jax
-from runtime.messages import UserError, first_line, say
+from runtime.messages import UserError, duration, first_line, say
 from training.device_mesh import make_mesh
 from training.optimizer import make_optimizer
 from training.train_state import abstract_state
@@ -230,13 +231,21 @@ def too_large(message):
     return TooLarge(*n_bytes)
 
 
-def ask_compiler(cfg, machine):
-    """`compile_step` for a machine in a process of its own; None where the compiler crashes. Raises TooLarge."""
+def ask_compiler(cfg, machine, limit=0):
+    """`compile_step` for a machine in a process of its own; None where the compiler crashes, or needs more than `limit`
+    seconds (0: as many as it needs). Raises TooLarge."""
     spawn = multiprocessing.get_context("spawn")
+    began = time.monotonic()
     with futures.ProcessPoolExecutor(1, spawn, hide_errors) as pool:
         try:
-            return pool.submit(compile_for, cfg, machine).result()
+            return pool.submit(compile_for, cfg, machine, limit).result()
         except (futures.process.BrokenProcessPool, jax.errors.JaxRuntimeError) as e:
+            if limit and time.monotonic() > began + limit:
+                say(
+                    f"{machine.compiler} has not ended after {duration(limit)}: these are the formulas' numbers; "
+                    f"--plan waits for it"
+                )
+                return None
             say(
                 f"{machine.compiler} crashes on this step, an error of its own ({first_line(e)}), and may crash on the "
                 f"machine too; these are the formulas' numbers; another mesh or width may compile"
@@ -249,7 +258,9 @@ def hide_errors():
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
-def compile_for(cfg, machine):
-    """`compile_step` for a machine, in the process that `ask_compiler` starts."""
+def compile_for(cfg, machine, limit):
+    """`compile_step` for a machine, in the process that `ask_compiler` starts. That ends after `limit` seconds, also
+    within the compiler: SIGALRM ends a process that does not expect it."""
+    signal.alarm(limit)
     configure_jax(cfg)
     return compile_step(cfg, devices_of(machine))

@@ -137,7 +137,7 @@ def test_formulas_agree_with_the_tpu_compiler(
     assert given == pytest.approx(compiled.arguments, rel=0.5)  # of 20 MB
     assert e.activations + e.workspace == pytest.approx(compiled.temporaries, rel=0.5)
 
-    monkeypatch.setattr(machines, "ask_compiler", lambda cfg, machine: compiled)
+    monkeypatch.setattr(machines, "ask_compiler", lambda cfg, machine, limit=0: compiled)
     asked = utils.replace(cfg, plan=name, plan_json=str(tmp_path / "a/plan.json"))
     command.main(Flags(asked, frozenset(utils.flatten(cfg))))
     a = json.loads((tmp_path / "a/plan.json").read_text())
@@ -373,11 +373,11 @@ def test_the_tpu_compiler_refuses_what_does_not_fit(no_device, planned, capsys):
     assert "compiling" in said and "does not fit: it needs" in said
 
 
-def abort(cfg, machine):
+def abort(cfg, machine, limit):
     os.abort()
 
 
-def fail(cfg, machine):
+def fail(cfg, machine, limit):
     raise jax.errors.JaxRuntimeError("INTERNAL: Mosaic failed to compile")
 
 
@@ -389,6 +389,14 @@ def test_formulas_answer_where_a_compiler_crashes(no_device, planned, monkeypatc
         a = planned(plan="v4:2x2x1", train_batch_size=16)
         assert f"an error of its own ({said}" in capsys.readouterr().out
         assert a["fits"] and not a["compiled"]
+
+
+@tpu_compiler
+def test_a_design_does_not_wait_for_a_compiler_that_takes_long(no_device, capsys):
+    machine = machines.parse_machine("v4:2x2x1")
+    cfg = settle.validate(presets.preset("moe1b"), machine.n)  # whose step takes more than a minute
+    assert machines.ask_compiler(cfg, machine, limit=2) is None
+    assert "has not ended after 2s" in capsys.readouterr().out
 
 
 @tpu_compiler
