@@ -92,31 +92,20 @@ QWEN3 = based_on(
 )
 
 
-def week(width, blocks, **flags):
-    """DeepSeek-V3's blocks, small enough that a machine of docs/models.md ends within a week with 20 tokens for each
-    parameter. Rates as docs/rates.md derives them."""
-    return based_on(
-        MUON,
-        vocab_size=50257,
-        model_dimension=width,
-        n_head=width // 64,
-        blocks=blocks,
-        first_layers=1,
-        layers_per_block=1,
-        latent_dim=width // 4,
-        q_latent_dim=0,
-        head_dim=64,
-        rope_dim=32,
-        experts_per_token=4,
-        n_shared=1,
-        expert_dim=width // 2,
-        microbatch_size=4,
-        eval_every=250,
-        save_steps=500,
-        **flags,
-    )
-
-
+# DeepSeek-V3's blocks at sizes that one machine trains: heads of 64 channels and no query latent
+DEEPSEEK_SMALL = based_on(
+    MUON,
+    vocab_size=50257,
+    layers_per_block=1,
+    q_latent_dim=0,
+    head_dim=64,
+    rope_dim=32,
+    experts_per_token=4,
+    n_shared=1,
+    microbatch_size=4,
+    eval_every=250,
+    save_steps=500,
+)
 PRESETS = {
     # rates as docs/rates.md derives them from those of tiny
     "moe1b": based_on(
@@ -173,29 +162,15 @@ PRESETS = {
     "gpt2-350m": based_on(
         GPT2, model_dimension=1024, n_head=16, blocks=24, max_lr=3e-4, end_lr=3e-5
     ),
-    "moe-131m": week(
-        width=640,
-        blocks=8,
-        T=512,
-        global_batch_size=64,
-        max_lr=2.4e-3,
-        weight_decay=0.036,
-        warmup_steps=5600,
-        training_steps=80_500,
-    ),
-    "moe-684m": week(
-        width=1152,
-        blocks=16,
-        T=1024,
-        global_batch_size=128,
-        max_lr=2.9e-3,
-        weight_decay=0.023,
-        warmup_steps=7300,
-        training_steps=105_000,
-    ),
-    "moe-1.6b": week(
-        width=1536,
+    # measured on an H200 (dev/log.md, 2026-11-26), to which the plan's times of GPUs are fitted (planning/fitted.py)
+    "moe-1.6b": based_on(
+        DEEPSEEK_SMALL,
+        model_dimension=1536,
+        n_head=24,
         blocks=22,
+        first_layers=1,
+        latent_dim=384,
+        expert_dim=768,
         T=2048,
         global_batch_size=128,
         max_lr=3.1e-3,
@@ -203,32 +178,21 @@ PRESETS = {
         warmup_steps=8500,
         training_steps=122_000,
     ),
-    "moe-6.3b": week(
-        width=2048,
-        blocks=28,
-        T=2048,
-        n_experts=32,
-        global_batch_size=256,
-        max_lr=2.8e-3,
-        weight_decay=0.010,
-        warmup_steps=17_000,
-        training_steps=243_000,
-    ),
     # many small experts in every layer; 20B tokens
     "moe-sparse": based_on(
-        week(
-            width=640,
-            blocks=22,
-            T=1024,
-            global_batch_size=256,
-            max_lr=3.6e-3,
-            weight_decay=0.033,
-            warmup_steps=5300,
-            training_steps=76_300,
-        ),
-        first_layers=0,
+        DEEPSEEK_SMALL,
+        model_dimension=640,
+        n_head=10,
+        blocks=22,
+        latent_dim=160,
         n_experts=128,
         expert_dim=256,
+        T=1024,
+        global_batch_size=256,
+        max_lr=3.6e-3,
+        weight_decay=0.033,
+        warmup_steps=5300,
+        training_steps=76_300,
     ),
     # every part of Qwen3's mixture of experts, as small as tiny
     "qwen3-tiny": based_on(

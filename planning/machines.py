@@ -115,6 +115,17 @@ def machine_of_kind(device_kind, platform, n, processes, slices):
     return Machine(device_kind, chip, n, processes if chip.gpu else slices, platform=platform)
 
 
+def name_of_devices(device_kind, n):
+    """The name of a machine of n devices of jax's device_kind, as `parse_machine` takes it; "" where it knows none."""
+    chip = chip_of(device_kind)
+    if chip is None:
+        return chips.CPU if device_kind == chips.CPU else ""
+    if chip.gpu:
+        return f"gpu:{n}x{chip.name}"
+    dims = chips.dims_of(chip, n // chip.cores)
+    return f"{chip.name}:{'x'.join(map(str, dims))}" if dims else ""
+
+
 def memory_limit():
     """Bytes that a program may use on a device here; None: unknown. Simulated devices share the memory of the
     machine."""
