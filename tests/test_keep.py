@@ -16,10 +16,12 @@ from pathlib import Path
 import cloud as clouds
 import fake_training
 import pytest
-from helpers import ROOT, refusal, wait_for
+from helpers import ROOT, not_repeated_yet, refusal, wait_for
 from script_helpers import CLEAN, assert_one_sentence
 
 from config.command_line import check_on_slice
+
+pytestmark = not_repeated_yet
 
 PLACES = "--data gs://bucket/shards --output_dir gs://bucket/runs"
 RUN = f"--preset tiny {PLACES} --name run --save_steps 10 --training_steps"

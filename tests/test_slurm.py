@@ -37,7 +37,10 @@ from logs.rows import read_rows
 PATH = f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin"
 PROGRAMS = "munged slurmctld slurmd sbatch srun salloc scontrol scancel squeue sinfo script".split()
 LACKING = [name for name in PROGRAMS if not shutil.which(name, path=PATH)]
-pytestmark = pytest.mark.skipif(bool(LACKING), reason=f"Slurm is not installed: {LACKING}")
+pytestmark = [
+    pytest.mark.skipif(bool(LACKING), reason=f"Slurm is not installed: {LACKING}"),
+    helpers.not_repeated_yet,
+]
 
 NODES = "127.0.0.1", "127.0.0.2"
 
