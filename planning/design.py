@@ -85,9 +85,8 @@ class Setting(NamedTuple):
     text: Text
     vocabulary: int
     widths: tuple  # that may be chosen; (0,): the flags give the model
-    plans: (
-        dict  # {(width, sequences of a step): fastest `Plan`} so far, each of which takes a second
-    )
+    # {(width, sequences of a step): fastest `Plan`} so far, each of which takes a second
+    plans: dict
 
 
 class Design(NamedTuple):
@@ -311,8 +310,14 @@ def divisible(number, n):
 
 
 def name_of(asked):
-    """The name of the run: that of the machine and of its hours or tokens, as in v5e-8-24h."""
-    amount = f"{asked.hours:g}h" if asked.hours else f"{short(asked.tokens)}"
+    """The name of the run: that of the machine and of what was asked for, as in v5e-8-24h."""
+    amount = "designed"  # by its steps alone
+    if asked.hours:
+        amount = f"{asked.hours:g}h"
+    elif asked.tokens:
+        amount = short(asked.tokens)
+    elif asked.target_loss:
+        amount = f"loss-{asked.target_loss:g}"
     return re.sub(r"[^\w.+=@-]+", "-", f"{asked.design}-{amount}")
 
 

@@ -156,7 +156,7 @@ def other_line(factor, asked, other):
     label = "half" if factor < 1 else "twice"
     amount = duration(3600 * asked.hours * factor)
     if not asked.hours:
-        amount = f"{short(asked.tokens * factor)} tokens"
+        amount = "the tokens"
     return (
         f"{label:<13}{amount}: {short(other.active)} parameters for a token, {short(other.tokens)} tokens, "
         f"{duration(3600 * other.plan.hours)} of steps"
