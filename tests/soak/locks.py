@@ -129,7 +129,7 @@ class World:
         process.ended = self.clock
         self.note("has ended")
 
-    def note(self, words):
+    def note(self, words, own=True):
         self.said.append(f"{self.clock:8.1f} {self.process.name} {words}")
 
     def run(self):
