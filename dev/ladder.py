@@ -37,7 +37,7 @@ PICTURE = "docs/ladder.svg"
 # Small, so that the smallest models are not all embedding; the same for all, so that their losses can be compared.
 VOCABULARY = 1024
 TOKENS_PER_PARAMETER = 10  # half of what the recipe designs, for a quarter of the operations
-WIDTHS = (48, 64, 80, 96, 128)
+WIDTHS = (48, 64, 80, 96, 128, 160)
 RATES = (1, 0.5, 2)  # multiples of the designed --max_lr
 # Flags that alter no more than rounding, or what is looked at: the loss that counts is measured at the end.
 BESIDE = dict(microbatch_size=16, val_batch_size=16, eval_steps=20, inference_batch=1, max_tokens=1)
