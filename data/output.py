@@ -39,6 +39,11 @@ class ShardWriter:
         self.totals = Counter()  # of the COUNTS
         self.shard = np.empty(shard_tokens, dtype)
 
+    @property
+    def tokens(self):
+        """Tokens added so far."""
+        return len(self.shards) * len(self.shard) + self.filled
+
     def add(self, ids):
         """Append the token ids of a document, and write each shard that is filled."""
         while len(ids):
@@ -202,13 +207,28 @@ class Output:
             writer.totals.update({key: so_far.get(key, 0) for key in COUNTS})
             writer.add(held[split])
 
+    @property
+    def train_tokens(self):
+        """Tokens for training so far."""
+        return next(iter(self.writers.values())).tokens
+
+    @property
+    def is_full(self):
+        """Whether there are as many tokens for training as are wanted."""
+        wanted = self.settings["tokens_wanted"]
+        return bool(wanted) and self.train_tokens >= wanted
+
     def add(self, batch, position):
-        """Write a batch of `Encoded` that ends at `position` in the source; save progress where it fills a shard."""
+        """Write a batch of `Encoded` that ends at `position` in the source, up to the document at which the output is
+        full; save progress where it fills a shard."""
         writers = list(self.writers.values())
         n_shards = sum(len(writer.shards) for writer in writers)
         hashes = [document.text_hash for document in batch if document.text_hash is not None]
         again = iter(self.seen.add(np.array(hashes, np.uint64)))
         for document in batch:
+            # Documents and not batches: batches begin elsewhere after a run has resumed.
+            if self.is_full:
+                break
             self.unsaved += sum(map(len, document.ids))
             if document.text_hash is not None and next(again):
                 home = 0 if len(document.ids[0]) else 1

@@ -1,6 +1,7 @@
 """Prepare a well-known corpus: make shards for training and validation, and print the command that trains on them.
 
 python data/prepare.py tinystories
+python data/prepare.py fineweb-edu-10BT --tokens 6e8        # the first of it, for a short run
 
 It prints the licence, the sizes and the hours that it takes before it starts. data/corpora.json lists the corpora.
 data/tokenize_shards.py does the work; use it directly for any other corpus.
@@ -11,7 +12,6 @@ if __name__ == "__main__" and not __package__:
 
     startup.prepare()
 
-import json
 import os
 import shutil
 import sys
@@ -24,14 +24,13 @@ from config.parser import argument, flag
 from config.program import read_flags
 from data import tokenize_shards
 from data.command_line import run
+from data.corpora import CORPORA, shards_of
 from data.encoding import encode_text
 from runtime.files import is_remote, read_file, write_file
 from runtime.messages import say, size
 from shards.tokenization import load_tokenizer
 
 ROOT = Path(__file__).parents[1]
-# {name: address, licence, and rounded sizes; tokens are counted with GPT-2's tokenizer}
-CORPORA = json.loads((ROOT / "data/corpora.json").read_text())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +40,10 @@ class Options:
     name: Literal[tuple(CORPORA)] = argument()
     """Which corpus of data/corpora.json. dclm is a hundredth of DCLM-baseline."""
     output: str = flag("", expands_home=True)
-    """Folder, gs:// or s3:// address to write train/ and val/ into; empty: data/shards/NAME."""
+    """Folder, gs:// or s3:// address to write train/ and val/ into; empty: data/shards/NAME, or with --tokens 6e8
+    data/shards/NAME-600M."""
+    tokens: float = flag(0.0, least=0)
+    """As in data/tokenize_shards.py."""
     tokenizer: str = flag("gpt2", expands_home=True)
     """As in data/tokenize_shards.py."""
     source: str = flag("", expands_home=True)
@@ -57,7 +59,8 @@ def announce(corpus, shards):
     began = time.perf_counter()
     encode_text(sample, encoding)
     rate = shards.workers * len(sample.encode()) / (time.perf_counter() - began)
-    read, text, n_tokens = (corpus[name] for name in ("read_bytes", "text_bytes", "tokens"))
+    share = min(1, shards.tokens / corpus["tokens"]) if shards.tokens else 1
+    read, text, n_tokens = (share * corpus[name] for name in ("read_bytes", "text_bytes", "tokens"))
     on_disk = size(n_tokens * (2 if encoding.n_vocab <= 2**16 else 4))
     if not is_remote(shards.output):
         existing = next(filter(Path.exists, Path(shards.output).resolve().parents))
@@ -73,11 +76,12 @@ def main():
     """Make the shards of the corpus that the command line names, and print the command that trains on them."""
     options = read_flags(Options, sys.argv[1:], "data/prepare.py")
     corpus = CORPORA[options.name]
-    output = options.output or f"data/shards/{options.name}"
+    output = options.output or shards_of(options.name, options.tokens)
     shards = tokenize_shards.Options(
         source=options.source or corpus["source"],
         output=output,
         tokenizer=options.tokenizer,
+        tokens=options.tokens,
         val_fraction=corpus["val_fraction"],
         workers=options.workers,
         config=corpus.get("config"),

@@ -13,6 +13,7 @@ if __name__ == "__main__" and not __package__:
 
     startup.prepare()
 
+import contextlib
 import functools
 import os
 import sys
@@ -53,6 +54,8 @@ class Options(Source):
     tokenizer.json; files are copied to OUTPUT."""
     lossy: bool = False
     """Accept a tokenizer that loses more than 1% of the text, such as one without tokens for its letters."""
+    tokens: float = flag(0.0, least=0)
+    """Stop with the document at which train/ has this many tokens, such as 6e8; 0: the whole source."""
     shard_tokens: int = flag(100_000_000, least=1)
     """Tokens per shard; memory holds three of them."""
     val_fraction: float = flag(VAL_FRACTION, below=1)
@@ -111,12 +114,13 @@ def settings_of_text(args, source):
 
 
 def settings_of_tokens(args, encoding):
-    """{setting: value} of the manifest for the tokenizer and the size of shards."""
+    """{setting: value} of the manifest for the tokenizer, and the sizes of the whole and of its shards."""
     ending = os.path.splitext(args.tokenizer)[1]
     return {
         "tokenizer_sha256": content_sha256(encoding),
         "end_of_text": encoding.eot_token,
         "vocab_size": encoding.n_vocab,
+        "tokens_wanted": args.tokens,
         "shard_tokens": args.shard_tokens,
         "tokenizer": f"tokenizer{ending}" if ending in TOKENIZER_FILES else args.tokenizer,
         "dtype": "uint16" if encoding.n_vocab <= 2**16 else "uint32",
@@ -143,9 +147,9 @@ def write_shards(args, source, output, encoding):
         if not writer.totals["documents"]:
             raise UserError(
                 f"there is no text for {split} in {counted(totals['documents'], 'document')} with "
-                f"a val_fraction of {args.val_fraction:g}; give more text",
-                flag="source",
-                value=args.source,
+                f"a val_fraction of {args.val_fraction:g}; give more of it",
+                flag="tokens" if args.tokens else "source",
+                value=f"{args.tokens:g}" if args.tokens else args.source,
             )
     output.finish()
     if n := totals["replaced_characters"]:
@@ -194,20 +198,30 @@ def fill_shards(args, source, output, encoding):
     start = ray_actors if args.ray else processes if args.workers > 1 else None
     at = {"done": 0, "documents": 0} | output.position
 
+    def done():
+        """How much there is, of what will be: tokens where their number is known, else bytes of the source."""
+        return output.train_tokens if args.tokens else at["done"]
+
+    total, unit = (int(args.tokens), "token") if args.tokens else (source.total, "B")
+
     def words():
-        share = at["done"] / max(1, source.total)
+        share = min(1, done() / max(1, total))
         return f"tokenizing: {at['documents']:,} documents, {share:.0%}"
 
-    with Pulse(words, total=source.total, initial=at["done"], unit="B", unit_scale=True) as pulse:
-        batches = make_batches(source, output.position)
-        for batch, position in encode_batches(batches, args.workers, start, encode):
+    batches = make_batches(source, output.position)
+    encoded = encode_batches(batches, args.workers, start, encode)
+    bar = dict(total=total, initial=done(), unit=unit, unit_scale=True)
+    # closed where no more of them is needed: then its workers end
+    with Pulse(words, **bar) as pulse, contextlib.closing(encoded):
+        while not output.is_full and (found := next(encoded, None)):
+            batch, position = found
             for document in batch:
                 if document.warning:
                     warn(*document.warning)
             output.add(batch, position)
             check_loss(args, output.totals(), EARLY)
             at |= position
-            pulse.bar.update(position["done"] - pulse.bar.n)
+            pulse.bar.update(done() - pulse.bar.n)
 
 
 if __name__ == "__main__":

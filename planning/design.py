@@ -8,7 +8,6 @@ trains.
 
 import bisect
 import functools
-import json
 import math
 import re
 from typing import NamedTuple
@@ -19,13 +18,13 @@ import utils
 from config import settle
 from config.flags import Flags, Found, without
 from config.settle import largest_vocabulary
+from data.corpora import CORPORA, shards_of
 from planning import ladder, machines, recipe
 from planning.advice import variants
 from planning.command import COMPILED, best_of_meshes, compiled_plan
 from planning.plan import MARGIN, SEARCHED, Plan, make_plan, memory_share
-from runtime import installation
 from runtime.files import check_writable, read_json
-from runtime.messages import UserError, say, short
+from runtime.messages import UserError, say, short, size
 from shards.listing import manifests
 
 # The share of the hours in which no step runs: compilation, evaluation, checkpoints, a restart or two. And the seconds
@@ -33,13 +32,17 @@ from shards.listing import manifests
 SPARE, START = 0.1, 60
 # Up to which repeated text is worth almost as much as new text: arXiv:2305.16264, section 6.
 EPOCHS = 4
-# An answer must not take longer than a person waits: a compiler that has not ended by then is not asked further.
-COMPILE_SECONDS = 180
+# A compiler that has not ended by then is not asked further. For a large design the TPU compiler takes five minutes of
+# a core, the GPU compiler one.
+COMPILE_SECONDS = 600
 # The share of TOKENS_PER_PARAMETER that is enough, so that the model next in size is taken where it is nearer to it.
 ENOUGH = 0.7
 # The text where nobody gave --data: on accelerators the smallest of these corpora (data/corpora.json) of which EPOCHS
 # passes suffice, on a CPU Python's standard library; and the vocabulary for each.
-CORPORA = ("fineweb-edu-10BT", "fineweb-edu-100BT")
+TEXTS = ("fineweb-edu-10BT", "fineweb-edu-100BT")
+LEAST_TOKENS = (
+    10_000_000  # of a part of them, so that its validation split, a thousandth, is no accident
+)
 GPT2_VOCABULARY, SMALL_VOCABULARY = 50_257, 1024
 LOCAL = "bash run.sh local"  # which makes the shards of the standard library
 
@@ -61,7 +64,7 @@ class Text(NamedTuple):
     folder: str  # --data
     shards: list  # of `listing.manifests`; [] where they are not made yet
     tokens: float  # to train on, in one epoch; inf where that is not known
-    make: str  # the command that makes the shards; "" where they are there
+    make: str  # the command that makes the shards; "" where --data named them
 
     @property
     def is_ladders(self):
@@ -161,8 +164,8 @@ def text_in(cfg, folder, make=""):
     shards = manifests(utils.replace(cfg, data=folder), "train", "val")
     training = [made for _, path, made in shards if path.endswith("train")]
     if not training or not all(training):  # missing, or shards without a manifest
-        return Text(folder, shards, math.inf, "" if shards else make)
-    return Text(folder, shards, sum(made["tokens"] for made in training), "")
+        return Text(folder, shards, math.inf, make)
+    return Text(folder, shards, sum(made["tokens"] for made in training), make)
 
 
 def budget_of(asked, setting):
@@ -245,6 +248,20 @@ def check_long_enough(setting, budget, found):
         f"the smallest model, of {short(found.active)} parameters, needs {hours:.2g} hours on {setting.machine.name}",
         flag="hours",
         value=f"{setting.flags.cfg.design.hours:g}",
+    )
+
+
+def check_fits(setting, found):
+    """Raises UserError where not even the smallest model fits, or the one that the flags give."""
+    if has_room(setting, found.plan):
+        return
+    which = "the smallest model" if found.width else "the model of the flags beside it"
+    limit = setting.machine.as_a_run_has_it().chip.memory
+    raise UserError(
+        f"{which}, of {short(found.active)} parameters for a token, needs {size(found.plan.memory.total)} of a "
+        f"device's {size(limit)} on its best mesh; give a smaller one, or more devices",
+        flag="design",
+        value=setting.flags.cfg.design.design,
     )
 
 
@@ -395,13 +412,18 @@ def with_tokens(setting, plan, tokens, active):
 
 
 def text_of(setting, tokens):
-    """The `Text` to train on that many tokens: what was given, or else the smallest of CORPORA that is large enough."""
+    """The `Text` to train on that many tokens: what was given, or else the smallest of TEXTS that is large enough, or
+    the first part of it."""
     if setting.text.folder:
         return setting.text
-    corpora = json.loads((installation.ROOT / "data/corpora.json").read_text())
-    name = next(
-        (name for name in CORPORA if EPOCHS * corpora[name]["tokens"] >= tokens), CORPORA[-1]
-    )
-    found = text_in(setting.flags.cfg, f"data/shards/{name}")
-    make = "" if found.shards else f"python data/prepare.py {name}"
-    return found._replace(tokens=corpora[name]["tokens"], make=make)
+    there = {name: CORPORA[name]["tokens"] for name in TEXTS}
+    name = next((name for name in TEXTS if EPOCHS * there[name] >= tokens), TEXTS[-1])
+    make = f"python data/prepare.py {name}"
+    whole = text_in(setting.flags.cfg, shards_of(name), make)
+    if whole.shards or tokens > there[name] / 2:
+        return whole._replace(tokens=there[name])
+    # two digits, upwards, so that designs of about the same length have the same shards
+    unit = 10 ** (math.floor(math.log10(tokens)) - 1)
+    enough = max(LEAST_TOKENS, unit * math.ceil(tokens / unit))
+    make = f"{make} --tokens {enough / 1e6:g}e6"
+    return text_in(setting.flags.cfg, shards_of(name, enough), make)._replace(tokens=enough)

@@ -13,9 +13,9 @@ from planning.design import (
     SPARE,
     budget_of,
     check_asked,
+    check_fits,
     chosen,
     designed,
-    has_room,
     setting_of,
     text_of,
     training_flags,
@@ -51,11 +51,12 @@ def main(flags):
         others = {}
         for factor in (0.5, 2):
             others[factor] = chosen(setting, budget.times(factor))
+    check_fits(setting, found)
     text = text_of(setting, found.tokens)
-    about = dict(machine=machine.name, hours=asked.hours, tokens=found.tokens)
+    about = dict(machine=machine.name, hours=asked.hours, tokens=found.tokens, make=text.make)
     write_json(asked.design_json, dict(design=about) | flags_in_file(setting, found, text))
     print("\n".join(page(asked, found, text, others)), flush=True)
-    return 0 if has_room(setting, found.plan) else 3
+    return 0
 
 
 def flags_in_file(setting, found, text):
@@ -124,7 +125,7 @@ def data_in_words(found, text):
         words += f" has {short(text.tokens)}, so {epochs:.2f} epochs"
     if epochs > EPOCHS + 0.1:
         words += f" (more than {EPOCHS} bring little; look for more text)"
-    return words + (f", made by: {text.make}" if text.make else "")
+    return words + (f", made by: {text.make}" if text.make and not text.shards else "")
 
 
 def cost_lines(asked, plan):
@@ -165,7 +166,7 @@ def other_line(factor, asked, other):
 
 def program(text):
     """The command that trains on a `Text`: where its shards are missing and can be made here, one that makes them."""
-    return text.make if text.make == LOCAL else "python main.py"
+    return LOCAL if text.make == LOCAL and not text.shards else "python main.py"
 
 
 def first_lines(asked, found, text):

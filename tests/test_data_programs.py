@@ -221,6 +221,41 @@ def test_killed_at_every_write(tokenize, writes, output, tmp_path, monkeypatch, 
         assert content(f"{output}/{i}") == whole
 
 
+def tokens_of(output, split):
+    """All token ids of a split."""
+    return np.concatenate([np.load(path) for path in sorted((output / split).glob("*.npy"))])
+
+
+@pytest.mark.parametrize("kind, texts, more", CASES[:2], ids=["folder", CASES[1][0]])
+def test_the_first_tokens_of_a_source(tokenize, writes, tmp_path, monkeypatch, kind, texts, more):
+    """Are the same for any number of workers and after any kill: whole documents, up to the one that makes them
+    enough, and the beginning of what the whole source would give."""
+    monkeypatch.setattr(data.workers, "BATCH_DOCUMENTS", 5)
+    write(tmp_path / f"in{kind}", texts)
+    source = f"in{kind}"
+    assert tokenize(source, "whole", *more)[0] == 0
+    whole = [tokens_of(tmp_path / "whole", split) for split in ("train", "val")]
+    wanted = len(whole[0]) // 3
+    more = [*more, "--tokens", wanted]
+    writes.clear()
+    assert tokenize(source, "some", *more)[0] == 0
+    n, some = len(writes), content(tmp_path / "some")
+    part = [tokens_of(tmp_path / "some", split) for split in ("train", "val")]
+    assert wanted <= len(part[0]) < 2 * wanted and len(part[1])
+    for ids, more_ids in zip(part, whole):
+        assert (ids == more_ids[: len(ids)]).all()
+        # the next document begins there
+        assert len(ids) == len(more_ids) or more_ids[len(ids)] == ids[0]
+    assert tokenize(source, "two", *more, "--workers", 2)[0] == 0
+    assert content(tmp_path / "two") == some
+    for i in range(1, n + 1, 3):
+        writes.killed(i, lambda: tokenize(source, f"{i}", *more))
+        assert tokenize(source, f"{i}", *more)[0] == 0 and content(tmp_path / f"{i}") == some
+    refused(tokenize(source, "some", *more[:-1], wanted + 1), "tokens_wanted was")
+    status, out, _ = tokenize(source, "some", *more)
+    assert status == 0 and "nothing to do" in out
+
+
 SOME_STATE = saved(np.savez, state=np.frombuffer(b'{"settings": 1}', np.uint8))
 OF_OTHERS = [  # (name, content) of files that a run would replace, or that readers would take for its own
     ("train/000000.npy", SHARD),

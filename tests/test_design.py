@@ -145,11 +145,11 @@ def test_a_budget_needs_a_machine(word):
 def test_a_cpu_is_measured(designed, monkeypatch, tmp_path):
     """And a design for it is the same as its plan."""
     monkeypatch.setattr(platforms, "cpu_has_bfloat16", lambda: False)
-    flags, page = designed("cpu", hours=0.1)
+    flags, page = designed("cpu", hours=2)
     assert flags["model_dtype"] == "float32" and flags["data"] == "data/shards/stdlib-1024"
     planned = plan_of(tmp_path, "--config", str(tmp_path / "designed.json"), "--plan", "cpu")
     assert (
-        planned["hours"] == pytest.approx(0.9 * 0.1 - 1 / 60, rel=0.01)
+        planned["hours"] == pytest.approx(0.9 * 2 - 1 / 60, rel=0.01)
         and "bash run.sh local" in page
     )
 

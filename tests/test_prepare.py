@@ -69,6 +69,18 @@ def test_a_corpus_is_told_and_tokenized(name, laid_out, run, writes, ranks_file,
     assert content(laid_out / f"data/shards/{name}") == content(laid_out / "again")
 
 
+def test_the_first_tokens_of_a_corpus(laid_out, run, ranks_file, monkeypatch):  # noqa: F811
+    """Are announced as such, and have a folder of their own."""
+    monkeypatch.setitem(prepare.CORPORA["tinystories"], "val_fraction", 0.2)
+    status, out, err = run(
+        prepare, "tinystories", "--tokens", 300, "--tokenizer", ranks_file, "--workers", 1
+    )
+    assert status == 0 and "about 300 tokens, " in out, err
+    assert "--data data/shards/tinystories-0.0003M" in out
+    train, _ = manifests(laid_out / "data/shards/tinystories-0.0003M")
+    assert 300 <= train["tokens"] < 600 and train["documents"] < len(TEXTS) / 2
+
+
 def test_files_of_a_corpus_that_are_here(laid_out, run, ranks_file, monkeypatch):  # noqa: F811
     """Are read as those of the hub: the-stack-smol's data.json holds lines, whose text is in `content`."""
     monkeypatch.setitem(prepare.CORPORA["the-stack-smol"], "val_fraction", 0.2)

@@ -20,8 +20,8 @@ import sys
 import utils
 from config.command_line import HINTS, flags_of_file
 from config.parser import read_words
+from data.corpora import CORPORA
 from data.own_text import TextOptions, corpus_of
-from data.prepare import CORPORA
 from runtime import interrupts, platforms
 from runtime.files import is_remote
 from runtime.messages import UserError, nearest, one_sentence
