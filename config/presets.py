@@ -111,8 +111,8 @@ PRESETS = {
     "moe1b": based_on(
         MUON,
         eval_steps=5,
-        max_lr=4e-3,
-        weight_decay=0.03,
+        max_lr=1.2e-3,
+        weight_decay=0.049,
         embedding_norm=True,
         embedding_conv=3,
         latent_conv=3,

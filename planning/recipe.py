@@ -103,8 +103,9 @@ def max_rate(width, tokens, tokens_per_step):
     """--max_lr for Muon, rule 1 of docs/rates.md."""
     of_batch = math.sqrt(tokens_per_step / BATCH)
     of_length = (tokens / TOKENS) ** -0.32
-    # an orthogonal update changes what a matrix does by its width^0.5 times the rate (arXiv:2310.17813, section 2)
-    of_width = math.sqrt(WIDTH / width)
+    # The update of a matrix is about orthogonal, times width^0.5 (training/muon.py). By theory the rate falls as
+    # width^-0.5 (arXiv:2310.17813, section 2); what large runs were trained with falls as fast as this.
+    of_width = WIDTH / width
     return 16e-3 * of_batch * of_length * of_width
 
 

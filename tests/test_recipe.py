@@ -38,8 +38,7 @@ def test_members_of_the_family_grow_and_divide_evenly():
 
 
 def test_the_recipe_gives_back_the_presets_it_came_from():
-    """tiny in the shape of its model, and nearly in its training; moe1b in its batch, and in its rate within a factor
-    of two."""
+    """tiny in the shape of its model, and nearly in its training; moe1b in its batch, rate and decay."""
     tiny = utils.flatten(presets.preset("tiny"))
     shape = recipe.model_flags(128, tiny["vocab_size"])
     assert {flag: tiny[flag] for flag in shape} == shape
@@ -53,8 +52,22 @@ def test_the_recipe_gives_back_the_presets_it_came_from():
     large = presets.preset("moe1b")
     tokens = 75_000 * 262_144
     assert recipe.batch_tokens(tokens, 1024) == 262_144
-    rate = recipe.max_rate(large.model.model_dimension, tokens, 262_144)
-    assert 0.5 < rate / large.optimizer.max_lr < 2
+    found = recipe.training_flags(tokens, 262_144, 343e6, 1024, large.model.model_dimension)
+    for flag in ("max_lr", "weight_decay"):
+        assert found[flag] == pytest.approx(getattr(large.optimizer, flag), rel=0.02), flag
+
+
+PUBLISHED = [  # (width, tokens, tokens a step, rate in our units): nanochat d20, Moonlight, Kimi K2
+    (1280, 11.2e9, 2**19, 0.02 / (0.2 * 1280**0.5)),
+    (2048, 5.2e12, 2**24, 4.2e-4),
+    (7168, 15.5e12, 67e6, 2e-4),
+]
+
+
+@pytest.mark.parametrize("width, tokens, batch, rate", PUBLISHED)
+def test_rates_are_near_those_of_large_runs(width, tokens, batch, rate):
+    """Though they are derived from runs of a ten-thousandth of the size."""
+    assert 0.4 < recipe.max_rate(width, tokens, batch) / rate < 2.5
 
 
 @pytest.mark.parametrize("tokens", [1e5, 1e6, 3e7, 1e9, 2e10, 1e12])
