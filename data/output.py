@@ -109,6 +109,8 @@ class Output:
         # not every manifest names the end of text: then it is not compared
         end = manifest.end_of_text(held)
         held = held | {"end_of_text": self.settings["end_of_text"] if end is None else end}
+        # nor how many tokens were wanted: then the whole source was
+        held = {"tokens_wanted": 0} | held
         differ = [k for k, v in self.settings.items() if k != but and held.get(k) != v]
         words = [f"{k} was {held.get(k)} and is now {self.settings[k]}" for k in differ]
         if differ == ["source_listing_sha256"]:

@@ -150,11 +150,11 @@ def test_texts_are_cut_where_no_token_changes(ranks_file, named_tokenizers):
         assert len(parts) > 50 and sum(parts, []) == encoding.encode_ordinary(text)
 
 
-def test_shards_of_before_manifests_named_the_end_of_text_are_there(tokenize, tmp_path):
+def test_shards_whose_manifest_says_less_are_there(tokenize, tmp_path):
     write(tmp_path / "in.jsonl", some_texts(40))
     assert tokenize("in.jsonl")[0] == 0
     for made, split in zip(manifests(tmp_path / "out"), splits.SPLITS):
-        assert made.pop("end_of_text") == 320
+        assert made.pop("end_of_text") == 320 and made.pop("tokens_wanted") == 0
         (tmp_path / "out" / split / manifest.NAME).write_text(manifest.dump(made))
     status, out, _ = tokenize("in.jsonl")
     assert status == 0 and "nothing to do" in out
