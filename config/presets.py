@@ -112,7 +112,7 @@ PRESETS = {
         MUON,
         eval_steps=5,
         max_lr=1.2e-3,
-        weight_decay=0.049,
+        weight_decay=0.053,
         embedding_norm=True,
         embedding_conv=3,
         latent_conv=3,

@@ -52,7 +52,8 @@ def test_the_recipe_gives_back_the_presets_it_came_from():
     large = presets.preset("moe1b")
     tokens = 75_000 * 262_144
     assert recipe.batch_tokens(tokens, 1024) == 262_144
-    found = recipe.training_flags(tokens, 262_144, 343e6, 1024, large.model.model_dimension)
+    _, active, embedding = model.count_params(large)
+    found = recipe.training_flags(tokens, 262_144, active + embedding, 1024, 768)
     for flag in ("max_lr", "weight_decay"):
         assert found[flag] == pytest.approx(getattr(large.optimizer, flag), rel=0.02), flag
 
