@@ -49,7 +49,7 @@ def test_the_recipe_gives_back_the_presets_it_came_from():
         assert found[flag] == pytest.approx(tiny[flag]), flag
     assert found["weight_decay"] == pytest.approx(tiny["weight_decay"], rel=0.1)
     assert found["warmup_steps"] == pytest.approx(tiny["warmup_steps"], abs=3)
-    large = presets.preset("moe1b")
+    large = utils.replace(presets.preset("moe1b"), n_device_axis=(1, 1, 1))
     tokens = 75_000 * 262_144
     assert recipe.batch_tokens(tokens, 1024) == 262_144
     _, active, embedding = model.count_params(large)
