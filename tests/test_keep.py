@@ -16,7 +16,8 @@ from pathlib import Path
 import cloud as clouds
 import fake_training
 import pytest
-from helpers import ROOT, not_repeated_yet, refusal, wait_for
+from helpers import ROOT, not_repeated_yet, refusal
+from helpers import wait_for as wait
 from script_helpers import CLEAN, assert_one_sentence
 
 from config.command_line import check_on_slice
@@ -27,6 +28,11 @@ PLACES = "--data gs://bucket/shards --output_dir gs://bucket/runs"
 RUN = f"--preset tiny {PLACES} --name run --save_steps 10 --training_steps"
 # on the hosts alone: the machine that keeps runs no main.py
 FAKE = f'[[ $1 != main.py ]] || exec {sys.executable} {ROOT}/tests/fake_training.py BUCKET "$@"'
+
+
+def wait_for(condition):
+    """On a busy machine a slice, a launch and a look take minutes."""
+    wait(condition, 900)
 
 
 @pytest.fixture(scope="module")
@@ -221,6 +227,82 @@ def test_a_slice_of_others_is_not_touched(kept):
         assert view["requests"].keys() | view["nodes"].keys() == {"pod"}
         assert not any(" delete " in call or " create " in call for call in view["calls"])
     kept.cloud.reset()
+
+
+def test_a_run_that_needs_a_change_or_fails_always_costs_no_more(kept):
+    """The keeper ends with the run's reason, and deletes the slice."""
+    for file, starts, status, said in (
+        ("refuses", 1, 2, "error: --max_lr 9"),
+        ("crashes", 5, 1, "status 1"),
+    ):
+        kept.cloud.reset()
+        kept.run.mkdir(parents=True, exist_ok=True)
+        (kept.run / file).write_text("--max_lr 9: too much.")
+        done = keep(kept, 30)
+        assert done.returncode == status and kept.record["starts"] == starts, done.stdout
+        assert said in kept.record["ending"][1], done.stdout
+        assert kept.cloud.view()["created"] == 1 and not kept.cloud.view()["requests"]
+        assert kept.launch("--status").returncode == 1
+        (kept.run / file).unlink()
+
+
+def test_stop_saves_and_deletes_with_and_without_a_keeper(kept):
+    """Also a slice that KEEP_SLICE left, and one whose keeper was killed. Meanwhile nobody else can keep it."""
+    kept.cloud.hold()
+    kept.set("KEEP_SLICE=yes")
+    keeper = kept.begin("--keep", *RUN.split(), "50")
+    wait_for(lambda: list(kept.run.glob("20")))
+    done = keep(kept, 50)
+    assert_one_sentence(
+        done, 2, "TPU_NAME=pod: process ", " keeps this slice already; see --status"
+    )
+    status = kept.launch("--status")
+    assert status.returncode == 0 and "running: " in status.stdout, status.stderr
+    assert (
+        "spot v4-8 in us-central2-b" in status.stdout and "state    running since" in status.stdout
+    )
+    os.kill(kept.record["process"], signal.SIGKILL)
+    keeper.wait()
+    status = kept.launch("--status")
+    assert status.returncode == 2 and "nobody keeps the slice any more" in status.stderr
+    assert status.stderr.rstrip().endswith(f"--keep {RUN} 50"), status.stderr
+    done = keep(kept, 40)
+    assert_one_sentence(done, 2, "the slice is kept for a run with other flags")
+
+    stop = kept.launch("--stop")
+    assert stop.returncode == 0 and "the slice stays, as KEEP_SLICE says" in stop.stdout, (
+        stop.stdout
+    )
+    assert "pod" in kept.cloud.view()["nodes"]
+    saved = max(int(path.name) for path in kept.run.glob("[0-9]*"))
+    assert saved == 49 and kept.bits(saved) == fake_training.bits_after(saved)
+    kept.set()
+    kept.cloud.hold(False)
+    keeper = kept.begin("--keep", *RUN.split(), "2000")  # on the slice that is there
+    wait_for(lambda: list(kept.run.glob("60")))
+    stop = kept.launch("--stop")
+    out, err = keeper.communicate(timeout=1000)
+    assert stop.returncode == 0 and "stopping the run, with a checkpoint" in stop.stdout, (
+        stop.stdout
+    )
+    assert keeper.returncode == 143 and kept.cloud.view()["created"] == 1, out + err
+
+
+def test_hosts_that_do_not_answer_and_maintenance_lose_the_slice(kept):
+    kept.cloud.hold()
+    keeper = kept.begin("--keep", *RUN.split(), "30")
+    wait_for(lambda: list(kept.run.glob("20")))
+    clouds.ip("link", "set", kept.cloud.instances[0].link, "down")
+    wait_for(lambda: kept.record["lost"] == 1)
+    wait_for(lambda: kept.record["phase"] == "running")
+    with kept.cloud.opened() as content:
+        content["nodes"]["pod"]["health"] = "UNHEALTHY_MAINTENANCE"
+    wait_for(lambda: kept.record["lost"] == 2)
+    kept.cloud.hold(False)
+    keeper.stdout, keeper.stderr = keeper.communicate(timeout=1000)
+    assert_done(kept, keeper, 30)
+    assert "a host does not answer" in keeper.stdout or "cannot be reached" in keeper.stdout
+    assert "UNHEALTHY_MAINTENANCE" in keeper.stdout
 
 
 def test_it_works_in_tmux_by_itself_with_files_as_they_are_here(kept):
