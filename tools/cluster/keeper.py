@@ -12,6 +12,7 @@ All that it must remember is in `record.Record`, written before and after each s
 the next one takes over what it finds.
 """
 
+import contextlib
 import getpass
 import os
 import re
@@ -21,13 +22,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from runtime.messages import duration, say
-from tools.cluster.slices import Passing, Refused
+from tools.cluster.slices import PATIENCE, Passing, Refused
 
 # Seconds between looks. All other times are multiples of it.
 PAUSE = float(os.environ.get("KEEP_PAUSE", 30))
 REPEAT = 20 * PAUSE  # after which a word is said again that has not changed
 SILENCE = 10 * PAUSE  # of a host, after which its slice is taken for lost
 LONGEST = 20 * PAUSE  # pause before a slice is asked for again
+ANSWER = 60  # seconds within which a host must have answered a question
 FAILURES = 5  # of the run, without a newer checkpoint, after which a person must look
 LIVES = ("running", "starting")  # how the state of a run begins that has not ended
 STOPPED = 143, "stopped, as --stop asked"
@@ -43,10 +45,11 @@ class Keeper:
         self.record = folder.read()
         self.record.process = os.getpid()
         folder.save(self.record)
-        self.said = "", 0.0  # the last words and when
+        self.said = {}  # when which words were said in this phase
         self.not_before = 0.0  # when a slice may be asked for, or the run be started, again
         self.refusals = 0  # since the slice was last there
         self.silent = 0.0  # since when a host does not answer
+        self.complaint = ""  # why a host was not reached
         self.divided = 0.0  # since when some processes of the run have ended and others have not
         self.deleted = 0.0  # when the slice was last deleted
         self.failed_at = 0.0  # when the run last failed on this slice
@@ -84,18 +87,18 @@ class Keeper:
             if now < self.failed_at + SILENCE:
                 r.failures -= 1
             self.forget()
-            self.tell(f"the slice was lost: {view.words or 'Google has it no longer'}", again=True)
+            self.say(f"the slice was lost: {view.words or 'Google has it no longer'}")
         return view
 
     def turn(self, view):
         """One step from what Google says."""
         r = self.record
-        if view.kind == "foreign":
-            self.leave_to_others(view)
-        elif (self.folder / "stopping").exists() and not r.ending:
-            self.stop(view)
-        elif r.ending:
+        if r.ending:
             self.let_go(view)
+        elif view.kind == "foreign":
+            self.leave_to_others(view)
+        elif self.is_stopping():
+            self.stop(view)
         elif view.kind == "none":
             self.ask()
         elif view.kind == "queued":
@@ -139,7 +142,7 @@ class Keeper:
             self.refused(str(e), is_hopeless=True)
         else:
             r.was_accepted = True
-            self.tell(f"asked for {self.slice.name}: {' '.join(self.slice.asked)}", again=True)
+            self.say(f"asked for {self.slice.name}: {' '.join(self.slice.asked)}")
 
     def refused(self, why, is_hopeless):
         """Google does not give the slice. What never worked needs a person; what worked before is asked for again."""
@@ -189,7 +192,7 @@ class Keeper:
             r.born, r.had = view.born, True
             self.silent = self.divided = self.not_before = 0.0
         if not (self.folder / "hosts").exists() and not self.find_hosts():
-            return
+            return self.bear_silence()
         if time.time() < self.not_before:
             return
         states = self.states()
@@ -208,11 +211,11 @@ class Keeper:
         """Write down the addresses of the slice's hosts. Returns whether gcloud gave them."""
         words = 'source tools/cluster/cluster.sh && printf "%s\\n" "$HOSTS" "$COORDINATOR"'
         env = {**os.environ, "TPU_TYPE": "", "HOSTS": ""}
-        done = subprocess.run(["bash", "-c", words], env=env, capture_output=True, text=True)
+        done = run_script(["-c", words], env, PATIENCE)
         if done.returncode == 0:
             self.folder.write("hosts", done.stdout)
         else:
-            self.tell(done.stderr.strip().removeprefix("error: "))
+            self.complaint = complaint_of(done)
         return done.returncode == 0
 
     def environment(self):
@@ -236,9 +239,8 @@ class Keeper:
         env = self.environment()
 
         def state(host):
-            words = ["bash", "run.sh", "--state", host]
-            done = subprocess.run(words, env=env, capture_output=True, text=True)
-            self.complaint = done.stderr.strip().removeprefix("error: ") or self.complaint
+            done = run_script(["run.sh", "--state", host], env)
+            self.complaint = complaint_of(done) or self.complaint
             return done.stdout.strip() if done.returncode == 0 else None
 
         self.complaint = ""
@@ -256,7 +258,7 @@ class Keeper:
         r.is_given_up = True
         # a new slice may never answer: a closed firewall, a key that it does not know
         if not r.is_launched:
-            self.failed(self.complaint)
+            self.failed(self.complaint or "a host does not answer")
             self.failed_at = 0.0  # it is the slice that is lost for it
 
     def launch(self):
@@ -268,19 +270,16 @@ class Keeper:
         r.restarts += r.starts > 0
         r.starts += 1
         self.folder.save(r)
-        words = ["bash", "launcher.sh", *r.flags]
         held = [self.folder.lock.fileno()]
-        process = subprocess.Popen(
-            words, env=env, pass_fds=held, start_new_session=True, stdin=subprocess.DEVNULL
-        )
-        is_there = True
-        while is_there and process.poll() is None:
+        process = begin_script(["launcher.sh", *r.flags], env, pass_fds=held)
+        is_there, end = True, time.time() + 2 * int(os.environ["START_TIMEOUT"])
+        while is_there and process.poll() is None and time.time() < end:
             self.wait(process)
             view = self.look()
             is_there = view is None or (view.kind == "ready" and view.born == r.born)
-            is_there = is_there and not (self.folder / "stopping").exists()
+            is_there = is_there and not self.is_stopping()
         if process.poll() is None:
-            process.send_signal(signal.SIGTERM)  # it takes back what it started, where hosts answer
+            end_script(process)  # it takes back what it started, where hosts answer
         if process.wait() == 0 and is_there:
             r.is_launched = True
             self.enter("running")
@@ -301,13 +300,13 @@ class Keeper:
         if len(lives) == len(states):
             self.divided = 0.0
             self.enter("running")
-            return self.tell(lives[0], is_new=False)
+            return self.tell(lives[0], topic="running")
         self.divided = self.divided or time.time()
         if lives and time.time() < self.divided + SILENCE:
             return  # the others are about to end too
         if lives:
             self.say("some processes of the run have ended and others have not; stopping those")
-            subprocess.run(["bash", "launcher.sh", "--stop"], env=self.environment())
+            self.stop_processes()
         self.judge_failure("the run ended", states)
 
     def judge_failure(self, what, states):
@@ -321,8 +320,7 @@ class Keeper:
         for words in ends:
             if words.startswith("ended with status 2"):
                 return self.end(2, f"the run needs a change: {words.partition(': ')[2] or words}")
-        first = next(iter(states))
-        subprocess.run(["bash", "run.sh", "--log", first, "20"], env=self.environment())
+        print(self.log(20), end="", flush=True)
         self.failed(f"{what}: {(ends or ['it was killed'])[0]}")
 
     def failed(self, why):
@@ -338,11 +336,8 @@ class Keeper:
 
     def note_progress(self):
         """A run that resumes from a newer checkpoint makes progress, however often it fails."""
-        r, env = self.record, self.environment()
-        first = env["HOSTS"].split()[0]
-        words = ["bash", "run.sh", "--log", first, "100000"]
-        said = subprocess.run(words, env=env, capture_output=True, text=True).stdout
-        steps = [int(step) for step in re.findall(r" resuming \S+ at step (\d+)", said)]
+        r = self.record
+        steps = [int(step) for step in re.findall(r" resuming \S+ at step (\d+)", self.log(100000))]
         step = steps[-1] if steps else 0
         if step > r.resumed:
             r.failures = 0
@@ -352,6 +347,19 @@ class Keeper:
             )
         r.resumed = max(step, r.resumed)
 
+    def log(self, lines):
+        """The last lines of the run's log on its first host."""
+        env = self.environment()
+        first = env["HOSTS"].split()[0]
+        return run_script(["run.sh", "--log", first, str(lines)], env).stdout
+
+    def stop_processes(self):
+        """End the run on all hosts, with a checkpoint. Returns the status of the launcher, which prints its words."""
+        seconds = int(os.environ["STOP_TIMEOUT"]) + ANSWER
+        return run_script(
+            ["launcher.sh", "--stop"], self.environment(), seconds, prints=True
+        ).returncode
+
     # --- the end
 
     def stop(self, view):
@@ -359,10 +367,7 @@ class Keeper:
         self.enter("stopping the run")
         if view.kind == "ready" and (self.folder / "hosts").exists():
             self.say("stopping the run, with a checkpoint")
-            status = subprocess.run(
-                ["bash", "launcher.sh", "--stop"], env=self.environment()
-            ).returncode
-            if status not in (0, 137):
+            if self.stop_processes() not in (0, 137):
                 self.silent = self.silent or time.time()
                 if time.time() < self.silent + SILENCE:
                     return self.tell("the run could not be stopped (see above); trying again")
@@ -393,30 +398,71 @@ class Keeper:
 
     def enter(self, phase):
         if phase != self.record.phase:
+            self.said = {}
             self.record.phase, self.record.since = phase, time.time()
             self.folder.save(self.record)
 
-    def tell(self, words, again=False, is_new=True):
-        """Say words where they are new, and after a while again. is_new False: other words alone are not new."""
-        before, when = self.said
-        now = time.time()
-        if again or (is_new and words != before) or now > when + REPEAT:
-            so_far = f" ({duration(now - self.record.since)} so far)" if words == before else ""
-            self.say(words + so_far)
-            self.said = words, now
+    def tell(self, words, topic=None):
+        """Say words once, and after a while again. topic: of words that always differ and are not new for that."""
+        now, topic = time.time(), topic or words
+        if now > self.said.get(topic, 0) + REPEAT:
+            lasts = topic == words and words in self.said
+            self.say(words + f" ({duration(now - self.record.since)} so far)" * lasts)
+            self.said[topic] = now
 
     def say(self, words):
         say(" ".join(words.split()))
 
+    def is_stopping(self):
+        """Whether a person has said --stop, and the end is not decided yet."""
+        return (self.folder / "stopping").exists() and not self.record.ending
+
     def wait(self, process=None):
-        """Until the next look; not as long where --stop is said or a process ends."""
-        end = time.time() + PAUSE
+        """Until the next look; not as long where --stop is said meanwhile or a process ends."""
+        end, before = time.time() + PAUSE, self.is_stopping()
         while time.time() < end and not self.record.has_ended:
             if process and process.poll() is not None:
                 return
-            if (self.folder / "stopping").exists() and not self.record.ending:
+            if self.is_stopping() and not before:
                 return
             time.sleep(min(1, PAUSE / 5))
+
+
+def run_script(words, env, seconds=ANSWER, prints=False):
+    """The CompletedProcess of a script that has at most `seconds`. prints: its output is not captured.
+
+    A host may accept a connection and then do nothing, as one whose disk is gone. ssh would wait for it for ever.
+    """
+    pipes = {} if prints else dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = begin_script(words, env, **pipes)
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        end_script(process)
+        return subprocess.CompletedProcess(
+            words, 1, "", f"{' '.join(words)}: took over {seconds} s"
+        )
+    return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+
+def complaint_of(done):
+    return done.stderr.strip().removeprefix("error: ").rstrip(".")
+
+
+def begin_script(words, env, **options):
+    """A process of bash, in a session of its own: Ctrl-C ends the keeper and not what it has begun."""
+    options |= dict(stdin=subprocess.DEVNULL, text=True, start_new_session=True)
+    return subprocess.Popen(["bash", *words], env=env, **options)
+
+
+def end_script(process):
+    """End a script, which on SIGTERM ends what it has begun and has ANSWER seconds for that."""
+    for number, patience in ((signal.SIGTERM, ANSWER), (signal.SIGKILL, None)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=patience)
+            return
 
 
 def public_key(folder):

@@ -25,6 +25,7 @@ COMING = {
     "RESTARTING",
     "REIMAGING",
 }  # states of a node that becomes READY by itself
+UNSPECIFIED = "STATE_UNSPECIFIED"
 MAINTENANCE = "UNHEALTHY_MAINTENANCE"  # health of a node whose state may still be READY
 # gcloud's complaints about what may pass: its network, Google's service, too many requests a minute
 PASSING = re.compile(
@@ -114,7 +115,7 @@ class Slice(NamedTuple):
             return View("deleting" if is_ours else "foreign", "a node", is_paid=is_ours)
         if not self._is_ours(request["tpu"]["nodeSpec"][0]["node"]):
             return View("foreign")
-        state = request["state"]["state"]
+        state = state_of(request["state"])
         if state in QUEUED:
             return View("queued", state)
         if state == "DELETING":
@@ -163,6 +164,14 @@ class Slice(NamedTuple):
         return f"gcloud compute tpus queued-resources delete {self.name} {' '.join(self.where)} --force"
 
 
+def state_of(described):
+    """A state as Google names it. Raises Passing where it does not: nothing is deleted for that."""
+    state = described.get("state", UNSPECIFIED)
+    if state == UNSPECIFIED:
+        raise Passing("gcloud names no state")
+    return state
+
+
 def failure_of(state):
     """Why a request FAILED, in Google's words; "" where it does not say."""
     return state.get("failedData", {}).get("error", {}).get("message", "").strip().rstrip(".")
@@ -170,7 +179,7 @@ def failure_of(state):
 
 def view_of(node):
     """A `View` of the node of an ACTIVE request."""
-    state, health = node["state"], node.get("health")
+    state, health = state_of(node), node.get("health")
     if health == MAINTENANCE:
         return View("lost", f"{state}, {health}", is_paid=True)
     if state in COMING:
