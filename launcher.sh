@@ -296,6 +296,7 @@ case ${1:-} in
 esac
 
 sync='' keeps=''
+printf -v typed '%q ' "$@"
 while :; do
   case ${1:-} in
     --sync) sync=1 ;;
@@ -363,15 +364,19 @@ admit() {
 
 # keep FLAG...: check all that can be checked before a slice costs money, then have it asked for.
 keep() {
-  local places
-  places=$(parse_here "$TPU_TYPE" "$@") || return
+  local places stored
+  places=$(parse_here "$TPU_TYPE" '' "$@") || return
   if [[ $places == "flags not checked"* ]]; then
     echo "the flags are checked before a slice costs money, which needs the environment on this machine:"
     JAX_PLATFORMS=cpu VENV=${VENV/#\~\//$HOME/} bash setup_tpu.sh || return
-    places=$(parse_here "$TPU_TYPE" "$@") || return
+    places=$(parse_here "$TPU_TYPE" '' "$@") || return
   fi
   [[ $places == *://* ]] || die "--keep: the flags could not be checked here ($places)."
-  keeper start "$places" "$COMMIT" "$sync" "$@"
+  # a run of that name may have other flags
+  if stored=$(gcloud storage cat "${places%%$'\t'*}/config.json" 2>/dev/null </dev/null); then
+    parse_here "$TPU_TYPE" "$stored" "$@" >/dev/null || return
+  fi
+  keeper start "$places" "$COMMIT" "$sync" "bash launcher.sh ${typed% }" "$@"
 }
 
 with_config "$@"

@@ -16,7 +16,7 @@ from config.checks import check_processes
 from config.flags import Flags, Found, without
 from config.parser import NEAR, read_words
 from config.presets import PRESETS, preset
-from config.resume import check_same
+from config.resume import check_resumable, check_same
 from config.settle import settle, validate
 from config.stored import read_values
 from runtime import chips, installation
@@ -219,9 +219,10 @@ def with_vocabulary(flags, load):
     return flags.with_defaults(vocab_size=encoding.n_vocab)
 
 
-def check(argv, elsewhere, devices=0):
+def check(argv, elsewhere, devices=0, stored=None):
     """`parse`, and all checks that need no devices, data and weights. elsewhere: main.py will run on another machine,
-    whose tokenizers and place among its processes are not known here. devices: how many it has; 0: not known."""
+    whose tokenizers and place among its processes are not known here. devices: how many it has; 0: not known. stored:
+    config.json of the run that will be resumed there; {} where none is known."""
 
     def load(name):
         # a file of the program's own may be missing yet in the folder where it will run
@@ -238,17 +239,21 @@ def check(argv, elsewhere, devices=0):
         check_processes(flags)
         if not is_remote(r.folder):
             check_same(flags.cfg, read_json(r.folder, "config.json"), flags.given)
+    elif stored:
+        check_same(flags.cfg, stored, flags.given)
+        check_resumable(flags.cfg, stored)
     if r.init_from:  # which has the architecture
         return flags
     dp, pp, tp = r.n_device_axis
-    settle(flags, Found(devices or r.n_devices or (dp or some_dp(flags.cfg)) * pp * tp))
+    n_devices = devices or r.n_devices or (dp or some_dp(flags.cfg)) * pp * tp
+    settle(flags, Found(n_devices, stored=stored or {}))
     return flags
 
 
-def check_on_slice(argv, slice_type):
+def check_on_slice(argv, slice_type, stored=None):
     """`check` for a TPU slice such as v4-32 that will be created for the run and may vanish at any time."""
     chip, n = chips.parse_slice(slice_type)
-    flags = check(argv, elsewhere=True, devices=n * chip.cores)
+    flags = check(argv, elsewhere=True, devices=n * chip.cores, stored=stored)
     d, r = flags.cfg.data, flags.cfg.run
     for name, value in dict(output_dir=r.output_dir, data=d.data).items():
         if not is_remote(value) and not (name == "data" and d.mix):
@@ -274,13 +279,17 @@ def some_dp(cfg):
 
 
 def main(where, *argv):
-    """The launcher asks before it stops anything. where: "here", "elsewhere", or the type of a slice. For that it
-    prints the address of the run and of its data."""
+    """The launcher asks before it stops anything. where: "here", "elsewhere", or the type of a slice.
+
+    Before the flags for a slice comes the text of the run's config.json, "" where there is none, and the addresses of
+    the run and of its data are printed.
+    """
     if where in ("here", "elsewhere"):
         check(argv, where == "elsewhere")
         print("flags understood")
     else:
-        cfg = check_on_slice(argv, where).cfg
+        stored, *argv = argv
+        cfg = check_on_slice(argv, where, json.loads(stored or "{}")).cfg
         print(cfg.run.folder, cfg.data.data, sep="\t")
 
 

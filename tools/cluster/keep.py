@@ -1,6 +1,6 @@
 """What launcher.sh does where cluster.env describes a slice that comes and goes: --keep, --status, --stop.
 
-    python3 -m tools.cluster.keep start PLACES COMMIT SYNC FLAG...
+    python3 -m tools.cluster.keep start PLACES COMMIT SYNC TYPED FLAG...
     python3 -m tools.cluster.keep status | stop | run
 
 Settings come in the environment. Needs Python 3.10 and no packages. `keeper.Keeper` does the work, in a tmux session of
@@ -31,8 +31,9 @@ def folder_of_settings():
     return Folder(os.environ["KEEPER"])
 
 
-def start(places, commit, sync, *flags):
-    """--keep: begin, or take over what an earlier keeper left."""
+def start(places, commit, sync, typed, *flags):
+    """--keep: begin, or take over what an earlier keeper left. typed: the command, whose flags may name a file that
+    flags hold the text of."""
     chips.parse_slice(os.environ["TPU_TYPE"])
     folder = folder_of_settings()
     found = folder.read()
@@ -42,11 +43,7 @@ def start(places, commit, sync, *flags):
             value=f"TPU_NAME={os.environ['TPU_NAME']}",
         )
     if found and not found.has_ended:
-        if found.flags != list(flags):
-            raise UserError(
-                f"the slice is kept for a run with other flags ({shlex.join(found.flags)}); give the same ones, or "
-                f"first end that run by --stop"
-            )
+        check_same_run(found, typed, list(flags))
         say_aside(f"taking over what is there; it runs commit {found.commit[:10]}")
     else:
         places = places.split("\t")
@@ -54,9 +51,20 @@ def start(places, commit, sync, *flags):
             check_data(address)
         for bucket in sorted({part.split("/")[2] for part in places if part.startswith("gs://")}):
             check_bucket(bucket)
-        folder.save(Record(list(flags), commit, bool(sync), places))
+        folder.save(Record(typed, list(flags), commit, bool(sync), places))
     (folder / "stopping").unlink(missing_ok=True)
     return run_in_tmux(folder) if shutil.which("tmux") and "TMUX" not in os.environ else run()
+
+
+def check_same_run(found, typed, flags):
+    """Raises UserError where the slice is kept for a run with other flags."""
+    if found.flags == flags:
+        return
+    if found.typed == typed:
+        said = "the file of --config has changed since the run was started; restore it"
+    else:
+        said = f"the slice is kept for another run, started by {found.typed}; give that command"
+    raise UserError(f"{said}, or first end the run by --stop")
 
 
 def is_at_work(folder, record):
@@ -230,11 +238,8 @@ def status():
     if record.has_ended:
         return int(record.ending[0] not in (0, keeper.STOPPED[0]))
     if not folder.is_taken():
-        again = shlex.join(
-            ["bash", "launcher.sh", "--keep", *["--sync"] * record.sync, *record.flags]
-        )
         raise UserError(
-            f"nobody keeps the slice any more, and it may cost money; take over by: {again}"
+            f"nobody keeps the slice any more, and it may cost money; take over by: {record.typed}"
         )
     return 0
 

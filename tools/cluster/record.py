@@ -16,7 +16,8 @@ from runtime.messages import UserError
 class Record:
     """One run on a slice that comes and goes: what it was started with, and what has happened so far."""
 
-    flags: list  # of main.py
+    typed: str  # the command
+    flags: list  # of main.py, the file of --config by its text
     commit: str  # that all slices run
     sync: bool  # the commit holds files as they were here
     places: list  # addresses of the run and of its data
