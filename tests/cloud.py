@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 import fake_gcloud
-from helpers import ROOT, copy_repository, free_port
+from helpers import ROOT, copy_repository, free_port, wait_for
 from script_helpers import CLEAN, program
 from ssh_hosts import LACKING, SSHD, Host
 
@@ -25,6 +25,7 @@ from ssh_hosts import LACKING, SSHD, Host
 NEXT = dict(CREATING=("WAITING_FOR_RESOURCES", 0.2), WAITING_FOR_RESOURCES=("PROVISIONING", 0.3))
 NEXT |= dict(PROVISIONING=("ACTIVE", 0.3), SUSPENDING=("SUSPENDED", 0.3))
 ENDS = "SUSPENDING SUSPENDED DELETING".split()
+MOMENTS = "CREATING WAITING_FOR_RESOURCES PROVISIONING setup running checkpoint DELETING".split()
 # waits to have no host that nobody made; one that hangs would be a test that does not end
 IP = shutil.which("ip") or shutil.which("ip", path="/usr/sbin:/sbin")
 
@@ -46,6 +47,25 @@ def can_make_networks():
     made = ip("netns", "add", name, check=False) == 0
     ip("netns", "del", name, check=False)
     return made
+
+
+def moments(rng, n, longest):
+    """n preemptions for `Cloud.plan`, each (moment, seconds after it, whether no connection is closed).
+
+    Half of them are these: while a slice is made, set up, computes, saves, and what is left of it is deleted. The last
+    one comes when the run is done, while its slice is deleted. longest: most seconds after a moment that lasts.
+    """
+    drawn = ["PROVISIONING", "setup", "running", "checkpoint", "DELETING"]
+    drawn += [rng.choice(MOMENTS) for _ in range(n - 1 - len(drawn))]
+    rng.shuffle(drawn)
+    first = next(
+        moment for moment in drawn if moment != "DELETING"
+    )  # there is nothing to delete yet
+    drawn.remove(first)
+    return [
+        (moment, rng.uniform(0, longest) * (moment in ("setup", "running")), rng.random() < 0.3)
+        for moment in [first, *drawn, "end"]
+    ]
 
 
 class Instance(Host):
@@ -100,7 +120,7 @@ class Cloud:
     def reset(self, hosts=1, **content):
         """Nothing was asked for so far. hosts: of a slice; content: see fake_gcloud.py."""
         self.n_hosts = hosts
-        self.plan = []  # see `disturb`
+        self.plan, self.since = [], None  # see `disturb`
         self.preemptions = []
         self.hold(False)
         self.most = 0  # slices that were there at once
@@ -179,7 +199,7 @@ class Cloud:
             self.instances.pop().end(silently)
 
     def preempt(self, content, name, silently=False):
-        """Take the slice away, as Google does."""
+        """Take the slice away, as Google does. A deletion that it is in the midst of is forgotten."""
         if name in content["nodes"]:
             node = content["nodes"][name]
             self.vanish(content, name, silently)
@@ -193,23 +213,25 @@ class Cloud:
         (name,) = content["requests"]
         state = content["requests"][name]["state"]["state"]
         moment, seconds, silently = self.plan[0]
-        if not self.since and self.has_come(moment, state):
+        if not self.since and self.has_come(moment, state, content["nodes"]):
             self.since = time.time()
-        if not self.since or time.time() < self.since + seconds or state in ENDS:
+        is_late = state in ENDS and moment not in ("DELETING", "end")
+        if not self.since or time.time() < self.since + seconds or is_late:
             return
         self.plan.pop(0)
-        if not self.plan:
+        if not self.plan or self.plan[0][0] == "end":
             self.hold(False)
         self.since = None
         self.preempt(content, name, silently)
         self.preemptions.append(f"{moment} in {state}")
 
-    since = None  # when the moment of the first of `plan` came
-
-    def has_come(self, moment, state):
-        """Whether it is a moment: a state of the request, "setup", "running", or "checkpoint"."""
+    def has_come(self, moment, state, nodes):
+        """Whether it is a moment: a state of the request, "setup", "running", "checkpoint", or "end", the deletion of a
+        slice that nobody has taken away."""
         if moment.isupper():
             return state == moment
+        if moment == "end":
+            return state == "DELETING" and any(node["state"] == "READY" for node in nodes.values())
         if state != "ACTIVE":
             return False
         homes = [instance.home for instance in self.instances]
@@ -304,9 +326,36 @@ class Keeping:
         process.stdout, process.stderr = process.communicate(timeout=1000)
         return process
 
+    def keep(self, rng, kills, *words, **environment):
+        """--keep until the run has ended, through deaths of the keeper at drawn moments of the cloud's plan.
+
+        Returns the process of the last keeper, with its output."""
+        plan = self.cloud.plan
+        for life in range(kills + 1):
+            process = self.begin("--keep", *words, **environment)
+            left = len(plan) * (kills - life) // (kills + 1)
+            wait_for(lambda: process.poll() is not None or self.is_kept_by(process), 900)
+            wait_for(lambda: process.poll() is not None or len(plan) <= left, 3000)
+            if life < kills and process.poll() is None:
+                time.sleep(rng.uniform(0, 1))
+                process.kill()
+            process.stdout, process.stderr = process.communicate(timeout=3000)
+        return process
+
+    def is_kept_by(self, process):
+        """Whether the process is a keeper, and no launcher still."""
+        with contextlib.suppress(OSError):
+            return self.record["process"] == process.pid
+        return False
+
     @property
     def record(self):
         return json.loads((self.folder / "state.json").read_text())
+
+    def summary(self):
+        """What a table of preemptions says about a run."""
+        record = self.record
+        return f"{record['starts']} starts, {record['lost']} slices lost"
 
     def bits(self, steps):
         """Of the run's checkpoint."""
