@@ -239,6 +239,7 @@ follow() {
 logs() {
   local word host pid status=0 step=show names=()
   if [[ -n $TPU_TYPE && ${!#} == keeper ]]; then
+    [[ -f $KEEPER/log ]] || die "TPU_NAME=$TPU_NAME: nothing was kept so far; --keep begins."
     [[ $1 == -f ]] || step=
     exec tail -n 100 ${step:+-F} "$KEEPER/log"
   fi
@@ -287,7 +288,10 @@ case ${1:-} in
     ;;
   --attach)
     [[ -n ${2:-} ]] || die "--attach: one of HOSTS must follow it ($HOSTS)."
-    [[ $2 != keeper || -z $TPU_TYPE ]] || exec tmux -L "$KEEPER_TMUX" attach
+    if [[ $2 == keeper && -n $TPU_TYPE ]]; then
+      tmux -L "$KEEPER_TMUX" has-session 2>/dev/null || die "no keeper is at work in tmux now; see --status."
+      exec tmux -L "$KEEPER_TMUX" attach
+    fi
     a_host "$2"
     alone "--attach $2" "${@:3}"
     "${ssh[@]}" -t -- "$2" "tmux -L $(quoted "moe-$SESSION-${2//[^a-zA-Z0-9]/-}") attach"
@@ -367,7 +371,7 @@ keep() {
   local places stored
   places=$(parse_here "$TPU_TYPE" '' "$@") || return
   if [[ $places == "flags not checked"* ]]; then
-    echo "the flags are checked before a slice costs money, which needs the environment on this machine:"
+    echo "the flags are checked before a slice costs money; that needs the environment on this machine:"
     JAX_PLATFORMS=cpu VENV=${VENV/#\~\//$HOME/} bash setup_tpu.sh || return
     places=$(parse_here "$TPU_TYPE" '' "$@") || return
   fi

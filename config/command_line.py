@@ -32,6 +32,7 @@ from runtime.messages import (
     short,
     show,
 )
+from shards.mixture import average_mix, corpus_root, parse_mix
 from shards.tokenization import load_tokenizer
 from utils import Config, Design, Plan, Run, replace
 
@@ -254,15 +255,21 @@ def check_on_slice(argv, slice_type, stored=None):
     """`check` for a TPU slice such as v4-32 that will be created for the run and may vanish at any time."""
     chip, n = chips.parse_slice(slice_type)
     flags = check(argv, elsewhere=True, devices=n * chip.cores, stored=stored)
-    d, r = flags.cfg.data, flags.cfg.run
-    for name, value in dict(output_dir=r.output_dir, data=d.data).items():
-        if not is_remote(value) and not (name == "data" and d.mix):
+    run, *corpora = places_of(flags.cfg)
+    for name, addresses in dict(output_dir=[run], data=corpora).items():
+        if not all(map(is_remote, addresses)):
             raise UserError(
                 "a slice that vanishes takes its disks with it; give an address in a bucket, such as gs://BUCKET/FOLDER",
                 flag=name,
-                value=value if name in flags.given else NOT_GIVEN,
+                value=utils.flatten(flags.cfg)[name] if name in flags.given else NOT_GIVEN,
             )
     return flags
+
+
+def places_of(cfg):
+    """Addresses of the run, and of each of its corpora."""
+    corpora = average_mix(parse_mix(cfg.data.mix))
+    return [cfg.run.folder, *(corpus_root(cfg, name).rstrip("/") for name in corpora)]
 
 
 def some_dp(cfg):
@@ -282,7 +289,7 @@ def main(where, *argv):
     """The launcher asks before it stops anything. where: "here", "elsewhere", or the type of a slice.
 
     Before the flags for a slice comes the text of the run's config.json, "" where there is none, and the addresses of
-    the run and of its data are printed.
+    the run and of its corpora are printed.
     """
     if where in ("here", "elsewhere"):
         check(argv, where == "elsewhere")
@@ -290,7 +297,7 @@ def main(where, *argv):
     else:
         stored, *argv = argv
         cfg = check_on_slice(argv, where, json.loads(stored or "{}")).cfg
-        print(cfg.run.folder, cfg.data.data, sep="\t")
+        print(*places_of(cfg), sep="\t")
 
 
 if __name__ == "__main__":

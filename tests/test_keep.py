@@ -21,7 +21,7 @@ from helpers import ROOT, in_session, not_repeated_yet, refusal
 from helpers import wait_for as wait
 from script_helpers import CLEAN, assert_one_sentence
 
-from config.command_line import check_on_slice
+from config.command_line import check_on_slice, places_of
 from config.settle import validate
 from tools.cluster import keeper, slices
 from utils import flatten
@@ -86,6 +86,8 @@ def test_a_run_is_kept_to_its_end(kept):
     assert "ended at" in status.stdout and "done at step 30" in status.stdout
     assert " chip-hours, about $" in status.stdout and "goodput  50%" in status.stdout
     assert "slices lost: 0" in status.stdout
+    stop = kept.launch("--stop")
+    assert stop.returncode == 0 and "nothing is left to stop: the run is done" in stop.stdout
     # a run that has ended begins anew, without a word about the old one
     assert_done(kept, keep(kept, 40), 40)
 
@@ -113,6 +115,7 @@ FLAGS = [  # of main.py, and what the sentence holds
     ("--n_device_axis 16 1 1", "--n_device_axis 16 1 1: dp x pp x tp is 16 but", "devices, 4"),
     ("--output_dir runs", "--output_dir runs: a slice that vanishes takes its disks with it"),
     ("--data shards", "--data shards: a slice that vanishes", "gs://"),
+    ("--data shards --mix gs://bucket/web:1,code:1", "--data shards: a slice that vanishes"),
 ]
 
 
@@ -130,6 +133,8 @@ def test_flags_are_checked_for_the_devices_and_disks_of_a_slice():
     refusal(
         lambda: check_on_slice(other, "v4-8", stored), "--global_batch_size 64: run week exists"
     )
+    mixed = check_on_slice([*RUN.split(), "9", "--mix", "gs://bucket/web:1,code:1"], "v4-8").cfg
+    assert places_of(mixed)[1:] == ["gs://bucket/web", "gs://bucket/shards/code"]
     for kind, said in (("v4-12", "near it are v4-8 and v4-16"), ("v7x-8", "in Kubernetes only")):
         refusal(lambda: check_on_slice(RUN.split() + ["9"], kind), f"TPU_TYPE={kind}: ", said)
 
@@ -182,7 +187,7 @@ def test_a_script_that_hangs_is_ended_with_all_that_it_began(tmp_path):
 
 SETTINGS = [  # of cluster.env, and what the sentence holds
     ("TPU_TYPE=eight", "TPU_TYPE=eight: must be a slice as Google names it"),
-    ("TPU_NAME=My_Pod", "TPU_NAME=My_Pod: must name the slice"),
+    ("TPU_NAME=My_Pod", "TPU_NAME=My_Pod: must be a name for the slice"),
     ("ZONE=", "ZONE=: must be the zone of the slice"),
     ("SPOT=maybe", "SPOT=maybe: must be yes, no or empty"),
     ("HOSTS=a", "HOSTS, TPU_TYPE: ", "not both"),
@@ -195,7 +200,6 @@ SETTINGS = [  # of cluster.env, and what the sentence holds
 ]
 MISTAKES = [  # flags, and what the sentence holds
     ("--modle_dimension 3", "--modle_dimension"),
-    ("--model_dimension 64", "--model_dimension 64: run run exists and has 32; give the same"),
     ("--data gs://bucket/shard", "--data gs://bucket/shard: there is nothing"),
     ("--output_dir gs://buckle/runs", "gs://buckle: there is no such bucket", "404"),
 ]
@@ -219,10 +223,19 @@ def test_mistakes_are_found_before_a_slice_is_asked_for(kept):
     for word in ("--status", "--stop"):
         done = kept.launch(word)
         assert_no_slice_was_asked_for(kept, done, 2, "TPU_NAME=pod: nothing is kept")
-    kept.run.mkdir()
-    (kept.run / "config.json").write_text('{"model_dimension": 32}')
+    done = kept.launch("--logs", "keeper")
+    assert_no_slice_was_asked_for(kept, done, 1, "TPU_NAME=pod: nothing was kept so far")
+    done = kept.launch("--attach", "keeper")
+    assert_no_slice_was_asked_for(kept, done, 1, "no keeper is at work in tmux now")
     for flags, *words in MISTAKES:
         assert_no_slice_was_asked_for(kept, keep(kept, 30, *flags.split()), 2, *words)
+    kept.run.mkdir()
+    (kept.run / "config.json").write_text('{"model_dimension": 32}')
+    done = keep(kept, 30, "--model_dimension", 64)
+    assert_no_slice_was_asked_for(
+        kept, done, 2, "--model_dimension 64: run run exists and has --model_dimension 32"
+    )
+    (kept.run / "config.json").unlink()
     kept.set("ZONE=us-central2-c")
     done = keep(kept, 30)
     assert done.returncode == 1 and kept.cloud.view()["created"] == 0

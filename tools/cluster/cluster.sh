@@ -111,7 +111,7 @@ if [[ -n $TPU_TYPE ]]; then
   done
   [[ $TPU_TYPE =~ ^v[0-9][0-9a-z]*-[0-9]+$ ]] || die "TPU_TYPE=$TPU_TYPE: must be a slice as Google names it, such as v4-32."
   [[ $TPU_NAME =~ ^[a-z]([a-z0-9-]{0,61}[a-z0-9])?$ ]] ||
-    die "TPU_NAME=$TPU_NAME: must name the slice of TPU_TYPE, by small letters, digits and -."
+    die "TPU_NAME=$TPU_NAME: must be a name for the slice, of small letters, digits and -, such as week."
   [[ $ZONE =~ ^[a-z]+-[a-z]+[0-9]+-[a-z]$ ]] || die "ZONE=$ZONE: must be the zone of the slice, such as us-central2-b."
   if [[ -z ${KEEPER:-} ]]; then # else these are the hosts that the script found which started this one
     [[ -z $HOSTS ]] || die "HOSTS, TPU_TYPE: name hosts that are there or the type of a slice to ask for, not both."

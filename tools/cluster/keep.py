@@ -204,6 +204,9 @@ def stop():
     (folder / "stopping").touch()
     if is_at_work(folder, record):
         record = follow(folder, log_size(folder), folder.is_taken, until=lambda record: False)
+    elif record.has_ended and not record.is_paid:
+        print(f"nothing is left to stop: {record.ending[1]}")
+        return 0
     if not record.has_ended or record.is_paid:  # as where KEEP_SLICE kept it
         record.has_ended = False
         folder.save(record)
@@ -270,4 +273,10 @@ def goodput_of(record):
 
 if __name__ == "__main__":
     action = dict(start=start, status=status, stop=stop, run=run)[sys.argv[1]]
-    sys.exit(one_sentence(lambda: action(*sys.argv[2:])))
+    try:
+        sys.exit(one_sentence(lambda: action(*sys.argv[2:])))
+    except KeyboardInterrupt:  # of who follows its log
+        say_aside(
+            "what the keeper has begun continues in the background; see --status and --logs -f keeper"
+        )
+        sys.exit(130)
