@@ -103,10 +103,10 @@ class Keeper:
             self.ask()
         elif view.kind == "queued":
             self.enter("waiting for the slice")
-            self.tell(f"waiting for the slice: {view.words}")
+            self.tell(f"waiting for the slice: {view.words}", is_phase=True)
         elif view.kind == "deleting":
             self.enter("deleting the slice")
-            self.tell("the slice is being deleted")
+            self.tell("the slice is being deleted", is_phase=True)
         elif view.kind == "lost":
             self.discard(view)
         elif r.is_given_up:
@@ -402,11 +402,12 @@ class Keeper:
             self.record.phase, self.record.since = phase, time.time()
             self.folder.save(self.record)
 
-    def tell(self, words, topic=None):
-        """Say words once, and after a while again. topic: of words that always differ and are not new for that."""
+    def tell(self, words, topic=None, is_phase=False):
+        """Say words once, and after a while again. topic: of words that always differ and are not new for that.
+        is_phase: they describe the phase, and later it is said how long that has lasted."""
         now, topic = time.time(), topic or words
         if now > self.said.get(topic, 0) + REPEAT:
-            lasts = topic == words and words in self.said
+            lasts = is_phase and topic in self.said
             self.say(words + f" ({duration(now - self.record.since)} so far)" * lasts)
             self.said[topic] = now
 
