@@ -4,11 +4,14 @@ import asyncio
 import json
 import re
 import runpy
+import subprocess
+import sys
+import urllib.request
 from types import SimpleNamespace
 
 import pytest
 from families import FAMILIES
-from helpers import ROOT, refusal
+from helpers import ROOT, free_port, listens, refusal, wait_for
 from hf_helpers import exported_run
 
 from inference import weights
@@ -19,11 +22,14 @@ transformers = pytest.importorskip("transformers", reason="pip install transform
 pytest.importorskip("trl", reason="pip install trl accelerate")
 
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-FINETUNE, CHAT = FENCE.findall((ROOT / "docs/after-pretraining.md").read_text())
-ANSWERS = {"a?": "yes", "b?": "no", "Which module parses JSON?": "json", "d?": "é!"}
+PAGE = (ROOT / "docs/after-pretraining.md").read_text()
+CONVERSATIONS, FINETUNE, CHAT, SERVE = FENCE.findall(PAGE)
+(TASK,) = re.findall(r"^```\n(task:.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+ASKED = "What is the module json for?"
+ANSWERS = {"a?": "yes", "b?": "no", ASKED: "json", "d?": "é!"}
 MODELS = {
-    "tiny": dict(layers_per_block=2, T=64),
-    "qwen3-tiny": FAMILIES["qwen3"].small | dict(blocks=2, T=64),
+    "tiny": dict(layers_per_block=2, T=128),
+    "qwen3-tiny": FAMILIES["qwen3"].small | dict(blocks=2, T=128),
 }
 
 
@@ -31,16 +37,28 @@ def question(text):
     return [dict(role="user", content=text)]
 
 
+def test_the_conversations_are_questions_and_answers_on_the_library(tmp_path, monkeypatch):
+    (tmp_path / "conversations.py").write_text(CONVERSATIONS)
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path("conversations.py")
+    answers = {}
+    for line in (tmp_path / "conversations.jsonl").read_text().splitlines():
+        user, assistant = json.loads(line)["messages"]
+        assert (user["role"], assistant["role"]) == ("user", "assistant")
+        answers[user["content"]] = assistant["content"]
+    assert len(answers) > 100 and "JSON" in answers[ASKED]
+
+
 @pytest.fixture(scope="module", params=MODELS)
 def tuned(request, tmp_path_factory):
-    """What the page's first program has in the end: its names, beside the `folder` that it ran in."""
+    """What the page's finetune.py has in the end: its names, beside the `folder` that it ran in."""
     folder = tmp_path_factory.mktemp(request.param)
     exported_run(folder, MODELS[request.param])
     rows = []
     for text, answer in ANSWERS.items():
         rows.append(dict(messages=[*question(text), dict(role="assistant", content=answer)]))
     lines = "".join(json.dumps(row) + "\n" for row in rows)
-    (folder / "conversations.jsonl").write_text(32 * lines)
+    (folder / "conversations.jsonl").write_text(4 * lines)
     (folder / "finetune.py").write_text(FINETUNE)
     threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
@@ -89,41 +107,50 @@ def test_what_is_saved_is_what_was_trained(tuned):
     assert saved.lm_head.weight is saved.model.embed_tokens.weight
 
 
-def test_it_answers_and_stops(tuned, tasks_of_answers, monkeypatch, capsys):
-    """In the page's second program; in lm_eval, which asks every question that was learned."""
+def test_it_answers_and_stops(tuned, monkeypatch, capsys):
+    """In the page's chat.py; in lm_eval, which asks every question that was learned."""
     lm_eval = pytest.importorskip("lm_eval", reason="lm_eval is not installed; setup_tpu.sh eval")
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
     monkeypatch.chdir(tuned.folder)
     (tuned.folder / "chat.py").write_text(CHAT)
+    monkeypatch.setattr("sys.argv", ["chat.py", ASKED])
     runpy.run_path("chat.py")
     assert capsys.readouterr().out == "json\n"
+    (tuned.folder / "tasks").mkdir()
+    (tuned.folder / "tasks/library.yaml").write_text(TASK)
     lm = HFLM("chat", dtype="float32", device="cpu", batch_size=2, trust_remote_code=True)
-    manager = TaskManager(include_path=str(tasks_of_answers), include_defaults=False)
+    manager = TaskManager(include_path="tasks", include_defaults=False)
     found = lm_eval.simple_evaluate(
-        lm, tasks=["my_task"], task_manager=manager, apply_chat_template=True, bootstrap_iters=0
+        lm, tasks=["library"], task_manager=manager, apply_chat_template=True, bootstrap_iters=0
     )
-    assert found["results"]["my_task"]["exact_match,none"] == 1
+    assert found["results"]["library"]["exact_match,none"] == 1
 
 
-@pytest.fixture(scope="module")
-def tasks_of_answers(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tasks")
-    rows = [dict(question=text, answer=answer) for text, answer in ANSWERS.items()]
-    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    lines = f"""task: my_task
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {folder}/data.jsonl}}}}
-test_split: test
-output_type: generate_until
-doc_to_text: question
-doc_to_target: answer
-generation_kwargs: {{max_gen_toks: 12}}
-metric_list: [{{metric: exact_match}}]
-"""
-    (folder / "my_task.yaml").write_text(lines)
-    return folder
+def test_the_server_answers_and_stops(tuned):
+    for name in ("fastapi", "openai", "uvicorn"):
+        pytest.importorskip(name, reason="pip install 'transformers[serving]'")
+    (tuned.folder / "transformers_cli.py").write_text(SERVE)
+    port = free_port()
+    command = f"transformers_cli.py serve chat --trust-remote-code --port {port}"
+    body = json.dumps(dict(model="chat", messages=question(ASKED), temperature=0)).encode()
+    about = urllib.request.Request(
+        f"http://localhost:{port}/v1/chat/completions", body, {"Content-Type": "application/json"}
+    )
+    with open(tuned.folder / "serve.log", "w") as log:
+        server = subprocess.Popen(
+            [sys.executable, *command.split()], cwd=tuned.folder, stdout=log, stderr=log
+        )
+    try:
+        wait_for(lambda: server.poll() is not None or listens("localhost", port), 300)
+        assert server.poll() is None, (tuned.folder / "serve.log").read_text()
+        with urllib.request.urlopen(about, timeout=300) as answer:
+            (choice,) = json.load(answer)["choices"]
+    finally:
+        server.terminate()
+        server.wait()
+    assert choice["message"]["content"] == "json" and choice["finish_reason"] == "stop"
 
 
 def test_it_comes_back_as_a_run_and_leaves_as_it_came(tuned, tmp_path, capsys):
@@ -149,9 +176,8 @@ def test_the_page_answers_the_tokens_of_a_conversation(tuned, tmp_path):
     from tools import completions
 
     hf.import_folder(str(tuned.folder / "chat"), str(tmp_path / "run"))
-    asked = question("Which module parses JSON?")
-    ids = tuned.tokenizer.apply_chat_template(asked, add_generation_prompt=True)["input_ids"]
-    about = dict(model="run", prompt=ids, max_tokens=8, temperature=0)
+    ids = tuned.tokenizer.apply_chat_template(question(ASKED), add_generation_prompt=True)
+    about = dict(model="run", prompt=ids["input_ids"], max_tokens=8, temperature=0)
     parameters = completions.read_parameters(json.dumps(about).encode())
 
     async def choices():
