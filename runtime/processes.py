@@ -111,20 +111,28 @@ def rank_of(error):
 
 
 def publish_status(status):
-    """Publish to the other processes that this one ends with this status.
-
-    Process 0 then waits for LINGER seconds at most until all others have published theirs. It holds the key-value
-    store, and when it ends the others end too, in a stack trace.
-    """
+    """Publish to the other processes that this one ends with this status."""
     watched.set()
+    publish_last("ended", status)
+
+
+def publish_last(kind, value):
+    """Publish a value to the other processes just before this one ends.
+
+    Process 0 then waits for LINGER seconds at most until all others have published one of this kind. It holds the
+    key-value store, and when it ends the others end too, in a stack trace.
+    """
     me = distributed.global_state
+    client = me.client
+    if client is None:  # this process is alone, or has disconnected
+        return
     with contextlib.suppress(RuntimeError):  # process 0 is gone
-        me.client.key_value_set(f"ended/{me.process_id}", str(status))
+        client.key_value_set(f"{kind}/{me.process_id}", str(value))
         if me.process_id > 0:
             return
         for _ in range(LINGER):
-            published = me.client.key_value_dir_get("ended/")
-            time.sleep(1)  # a process ends a moment after it has published its status
+            published = client.key_value_dir_get(f"{kind}/")
+            time.sleep(1)  # a process ends a moment after it has published its value
             if len(published) == me.num_processes:
                 return
 
@@ -149,9 +157,12 @@ def end_with_the_first():
 
 
 def end_by_signal(number):
-    """End this process because of a signal, before steps run or after them."""
+    """End this process because of a signal, before steps run or after them. Mostly all processes get it."""
     words = interrupts.words
-    interrupts.end(128 + number, "" if spoken_for("signal", words) else words)
+    if spoken_for("signal", words):
+        words = ""
+    publish_last("signalled", number)
+    interrupts.end(128 + number, words)
 
 
 def join_processes(cfg, shared_settings):

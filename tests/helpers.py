@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import socket
 import subprocess
@@ -127,6 +128,12 @@ def refusal(call, *parts):
     said = str(e.value)
     assert "\n" not in said and said[-1] in ".?" and all(part in said for part in parts), said
     return said
+
+
+def without_pulse(said):
+    """What a program printed, but for the lines by which a `runtime/pulse.py: Pulse` shows that it is at work. On a
+    busy machine there may be some anywhere."""
+    return re.sub(r"^\d\d:\d\d:\d\d (starting, |tokenizing: ).*\n", "", said, flags=re.MULTILINE)
 
 
 def wait_for(condition, seconds=300):

@@ -2,12 +2,15 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from helpers import ROOT, XLA_FLAGS, copy_repository, free_port
 
+from runtime import interrupts
 from runtime.messages import Unavailable, UserError
 from runtime.processes import ANOTHER
 
@@ -182,6 +185,31 @@ def test_in_one_log_process_0_speaks_and_others_only_for_themselves(how, driver)
     assert re.fullmatch(r"\[1\] process 1 of 2 on \S+, 1 x cpu; process 0 prints .*", places[1])
     assert sorted(set(lines) - {*places}) == sorted(expected)
     assert len(lines) == 2 + len(expected)
+
+
+def test_a_signal_to_all_before_the_first_step_ends_each_with_its_status(driver):
+    """Also where process 0 gets it first: it holds what the others are connected to, and waits for them."""
+    waits = """
+processes.LINGER = 60
+def wait():
+    processes.all_of(True)
+    print("here", flush=True)
+    time.sleep(1000)
+train.start = lambda *_: wait()
+"""
+    begun = start(driver, [f"import time\n{waits}"] * 2, LOG_PER_PROCESS="")
+    for process in begun:
+        while process.stdout.readline() != "here\n":
+            assert process.poll() is None
+    for process in begun:
+        process.send_signal(signal.SIGTERM)
+        time.sleep(1)
+    said = ""
+    for process in begun:
+        said += process.communicate(timeout=300)[1]
+        assert process.returncode == 128 + signal.SIGTERM, said
+    lines = [line for line in said.splitlines() if "[Gloo]" not in line]
+    assert lines == [interrupts.NOTHING_LOST], said
 
 
 def test_a_crash_of_all_is_one_traceback_and_one_of_a_process_has_its_number(driver):

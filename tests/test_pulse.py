@@ -24,18 +24,27 @@ def test_silence_is_broken_by_what_the_program_does_and_nothing_else_is(quick, c
     monkeypatch.setattr(
         messages, "say", lambda words: (said.append(words), messages.put_line("", sys.stdout))
     )
-    steps = iter(range(1, 10**9))
+    beats = []
+
+    def doing():
+        beats.append(None)
+        return f"step {len(beats)}/9"
+
+    def pass_beats(n):
+        last = len(beats) + n
+        wait_for(lambda: len(beats) >= last)
+
     with pulse.Pulse("compiling") as shown:
         wait_for(lambda: len(said) == 2)
         assert all(words.startswith("compiling, ") for words in said)
-        shown.count(lambda: f"step {next(steps)}/9", 9, 0)
+        shown.count(doing, 9, 0)
         wait_for(lambda: said[-1].startswith("step "))
-        # as if the program had just printed a line of its own
-        for _ in range(2):  # a line may be on its way
+        # As if the program had just printed a line of its own. Twice, since a line may be on its way.
+        for _ in range(2):
             monkeypatch.setattr(messages, "spoke", time.monotonic() + 1000)
-            time.sleep(0.1)
+            pass_beats(2)
         n = len(said)
-        time.sleep(0.7)
+        pass_beats(30)
         assert len(said) == n
         monkeypatch.setattr(messages, "spoke", 0.0)
         wait_for(lambda: len(said) > n)

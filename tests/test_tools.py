@@ -22,6 +22,7 @@ from helpers import (
     make_run,
     refusal,
     run_with_special_tokens,
+    without_pulse,
 )
 
 import main
@@ -433,4 +434,4 @@ def test_a_platform_that_no_machine_has_gets_a_sentence_where_devices_are_needed
     else:
         said = "error: JAX_PLATFORMS=quantum,cpu: jax finds no 'quantum' on this machine"
         assert done.returncode == 2 and done.stderr.startswith(said), done.stderr
-        assert done.stderr.count("\n") == 1 and not done.stdout
+        assert done.stderr.count("\n") == 1 and not without_pulse(done.stdout)
