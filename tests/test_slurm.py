@@ -75,7 +75,7 @@ def reached(run):
 def lines_of_run(said):
     """The lines that main.py and Slurm print. What C++ prints, such as gloo and a compiler that finds itself slow on a
     busy machine, each process has for itself."""
-    ours = r"(?:\[\d\] )?(?:\d\d:\d\d:\d\d |warning: |error: |srun: ).*"
+    ours = r"(?:\[\d\] )?(?:\d\d:\d\d:\d\d |warning: |error: |srun: |  ).*"
     return [line for line in said.splitlines() if re.fullmatch(ours, line)]
 
 
