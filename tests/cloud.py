@@ -8,6 +8,7 @@ Needs to be root.
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -239,9 +240,8 @@ class Cloud:
         said = "".join(log.read_text(errors="replace") for log in logs)
         if moment == "setup":
             return any((home / "moe-pretraining").exists() for home in homes) and not said
-        if moment == "running":
-            return " step " in said
-        return " step " in said and self.is_saving()
+        has_begun = re.search(r" step \d+/", said)
+        return has_begun and (moment == "running" or self.is_saving())
 
     def is_saving(self):
         """Whether a run writes a checkpoint."""

@@ -26,11 +26,11 @@ from tests.soak import buckets, jobs, programs
 
 SHARED = "JAX_PLATFORMS XLA_FLAGS JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS".split()
 PREEMPTIONS, KILLS = 10, 3  # of slices, and of the keeper
-STEPS = 300
+STEPS = 400  # more than there are between the preemptions
 # steps that take a while, so that moments lie between them
 LARGER = given("""
-    --model_dimension 64 --T 64 --expert_dim 96 --ffn_dim 256 --latent_dim 32 --eval_every 10 --save_steps 20
-    --keep_checkpoints 2 --train_batch_size 32 --val_batch_size 32 --microbatches 2
+    --model_dimension 32 --T 32 --eval_every 20 --save_steps 20 --keep_checkpoints 2 --train_batch_size 16
+    --val_batch_size 16 --microbatches 2
 """)
 
 
@@ -81,7 +81,7 @@ def main():
     kept.set()
     kept.home.mkdir()
     cloud.reset(faulty=0.1, seed=args.seed)
-    cloud.plan = clouds.moments(rng, PREEMPTIONS, longest=3)
+    cloud.plan = clouds.moments(rng, PREEMPTIONS, longest=1)
     buckets.upload(at["shards"], "gs://bucket/shards")
     flags = jobs.train_words(
         at | {"shards": "gs://bucket/shards"}, "gs://bucket/runs", STEPS, **LARGER

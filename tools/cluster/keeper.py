@@ -339,9 +339,9 @@ class Keeper:
         r = self.record
         steps = [int(step) for step in re.findall(r" resuming \S+ at step (\d+)", self.log(100000))]
         step = steps[-1] if steps else 0
-        if step > r.resumed:
+        if step > max(r.resumed, 0):
             r.failures = 0
-        elif r.starts > 1:
+        elif step == r.resumed:
             self.say(
                 f"it resumed at step {step} again: what it did since then was lost; smaller --save_steps save more"
             )

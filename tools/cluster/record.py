@@ -35,7 +35,7 @@ class Record:
     failures: int = 0  # of the run or its start, since it last resumed from a newer checkpoint
     restarts: int = 0  # of the run, after its first start
     starts: int = 0
-    resumed: int = 0  # the step from which it last resumed
+    resumed: int = -1  # the step from which it last resumed; -1 before its first step
     chip_seconds: float = 0.0
     looked: float = 0.0  # when Google was last asked
     is_paid: bool = False  # the node existed then
