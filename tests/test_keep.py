@@ -24,6 +24,7 @@ from script_helpers import CLEAN, assert_one_sentence
 from config.command_line import check_on_slice, places_of
 from config.settle import validate
 from tools.cluster import keeper, slices
+from tools.cluster.record import Folder, Record
 from utils import flatten
 
 pytestmark = not_repeated_yet
@@ -176,6 +177,23 @@ def test_what_google_says_of_a_slice_is_understood(monkeypatch):
     ):  # no reason to delete anything
         with pytest.raises(slices.Passing):
             view(states)
+
+
+def test_progress_is_a_newer_checkpoint(tmp_path, capsys):
+    """It forgets failures. A run that loses its steps is told why, and one that has made none is not."""
+    folder = Folder(tmp_path)
+    folder.save(Record("", [], "", False, []))
+    kept = keeper.Keeper(None, folder, 4)
+    for log, failures, said in (
+        ("", 3, ""),
+        ("", 3, "resumed at step 0 again"),
+        ("01:02:03 resuming run at step 20, after 640 sequences", 0, ""),
+        ("01:02:03 resuming run at step 20, after 640 sequences", 3, "resumed at step 20 again"),
+    ):
+        kept.record.failures, kept.log = 3, lambda lines: log
+        kept.note_progress()
+        assert kept.record.failures == failures
+        assert said in capsys.readouterr().out if said else not capsys.readouterr().out
 
 
 def test_a_script_that_hangs_is_ended_with_all_that_it_began(tmp_path):
