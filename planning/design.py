@@ -40,9 +40,8 @@ ENOUGH = 0.7
 # The text where nobody gave --data: on accelerators the smallest of these corpora (data/corpora.json) of which EPOCHS
 # passes suffice, on a CPU Python's standard library; and the vocabulary for each.
 TEXTS = ("fineweb-edu-10BT", "fineweb-edu-100BT")
-LEAST_TOKENS = (
-    10_000_000  # of a part of them, so that its validation split, a thousandth, is no accident
-)
+# Tokens in the smallest part of them, so that its validation split, a thousandth, is large enough to measure a loss.
+LEAST_TOKENS = 10_000_000
 GPT2_VOCABULARY, SMALL_VOCABULARY = 50_257, 1024
 LOCAL = "bash run.sh local"  # which makes the shards of the standard library
 

@@ -36,6 +36,22 @@ def plan_of(tmp_path, *words):
     return json.loads(path.read_text())
 
 
+def test_a_model_that_fits_nowhere_is_refused_and_no_file_is_written(designed, tmp_path):
+    words = ["--design 1xT4: the model of the flags beside it", "give a smaller one"]
+    refusal(lambda: designed("1xT4", hours=9, preset="moonlight-16b"), *words)
+    assert not (tmp_path / "designed.json").exists()
+
+
+def test_a_short_run_needs_a_part_of_its_corpus(designed):
+    """Of two digits, with a folder of its own; a long run needs all of it."""
+    flags, page = designed("v5e-8", tokens=123e6)
+    make = "python data/prepare.py fineweb-edu-10BT"
+    assert flags["data"] == "data/shards/fineweb-edu-10BT-130M"
+    assert flags["design"]["make"] == f"{make} --tokens 130e6" and flags["design"]["make"] in page
+    flags, _ = designed("v5e-8", tokens=6e9)
+    assert flags["data"] == "data/shards/fineweb-edu-10BT" and flags["design"]["make"] == make
+
+
 @pytest.mark.parametrize("machine, hours", [("v5e-8", 1), ("6xA100", 0.5), ("1xT4", 9)])
 def test_the_file_has_the_plan_of_the_page(designed, tmp_path, machine, hours):
     """Its steps take the hours but for what is spared, also on devices whose number is no power of two."""
