@@ -31,7 +31,7 @@ class Curve(NamedTuple):
     uncertainty: np.ndarray  # [3, 3]: covariance of (floor, log scale, exponent) over noise^2
 
     def loss(self, operations):
-        """Nats per token after a training of so many operations."""
+        """Nats per token after a training of that many operations."""
         return self.floor + self.scale * operations**-self.exponent
 
     def error(self, operations):
@@ -98,7 +98,7 @@ def applies_to(manifest):
 
 def predicted_loss(operations):
     """(nats per token, standard error): the loss on the validation split that a run by the recipe will end with, after
-    so many `operations`, which are `model.flops_per_token` for each token of the run."""
+    that many `operations`, which are `model.flops_per_token` for each token of the run."""
     return curve().loss(operations), curve().error(operations)
 
 
