@@ -383,8 +383,12 @@ def with_best_mesh(setting, budget, design, compiler):
         plan = make_plan(found[0].cfg, machine)
     else:
         for one in found[:COMPILED]:
-            words = f"width {design.width or one.cfg.model.model_dimension}, mesh {one.cfg.run.n_device_axis}"
-            say(f"compiling the step for {machine.name}: {words}")
+            width = design.width or one.cfg.model.model_dimension
+            say(
+                f"compiling the step for {machine.name}: width {width}, mesh {one.cfg.run.n_device_axis}; it takes "
+                f"about a minute for a GPU, five for a TPU, and is given up after {COMPILE_SECONDS // 60}; "
+                "--by_formulas answers at once"
+            )
             plan = compiled_plan(one.cfg, machine, COMPILE_SECONDS)
             if has_room(setting, plan):
                 break
