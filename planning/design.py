@@ -385,9 +385,12 @@ def with_best_mesh(setting, budget, design, compiler):
         for one in found[:COMPILED]:
             width = design.width or one.cfg.model.model_dimension
             say(
-                f"compiling the step for {machine.name}: width {width}, mesh {one.cfg.run.n_device_axis}; it takes "
-                f"about a minute for a GPU, five for a TPU, and is given up after {COMPILE_SECONDS // 60}; "
-                "--by_formulas answers at once"
+                f"by formulas: width {width}, mesh {one.cfg.run.n_device_axis}, {one.step:.3f} s a step, "
+                f"{size(one.memory.total)} of a device's {size(one.memory_limit)}"
+            )
+            say(
+                f"compiling that step, which takes a minute or two for GPUs, five or more for TPUs, and is given up "
+                f"after {COMPILE_SECONDS // 60}; --by_formulas does without"
             )
             plan = compiled_plan(one.cfg, machine, COMPILE_SECONDS)
             if has_room(setting, plan):

@@ -16,16 +16,13 @@ from types import SimpleNamespace
 import fake_training
 import guard
 import pytest
-from helpers import ROOT, TINY, flags_of, metrics_of, not_repeated_yet, wait_for
+from helpers import ROOT, TINY, flags_of, metrics_of, wait_for
 from real_slurm import LACKING, NODES, Slurm
 from small_models import SMALL, given
 
 from logs.rows import read_rows
 
-pytestmark = [
-    pytest.mark.skipif(bool(LACKING), reason=f"Slurm is not installed: {LACKING}"),
-    not_repeated_yet,
-]
+pytestmark = pytest.mark.skipif(bool(LACKING), reason=f"Slurm is not installed: {LACKING}")
 STEPS = 60
 LIFE = given(f"""
     --n_device_axis 2 1 1 --train_batch_size 4 --val_batch_size 4 --eval_every 20 --eval_steps 1
