@@ -86,6 +86,13 @@ def check_attention(cfg):
             flag="attention",
             value=name,
         )
+    if not kernel.takes(cfg.model.model_dtype):
+        raise UserError(
+            f"multiplies in {' and '.join(kernel.dtypes)}, not in {{model_dtype}}; auto takes the best that does",
+            flag="attention",
+            value=name,
+            model_dtype=cfg.model.model_dtype,
+        )
     if platform_of(cfg) not in kernel.platforms:
         there = ", ".join(kernel.platforms)
         raise UserError(

@@ -290,6 +290,30 @@ def test_cross_entropy_and_its_gradient():
         assert np.allclose(ours, 3 * theirs, atol=1e-4)
 
 
+def test_the_gradient_of_the_loss_in_float16_keeps_unlikely_tokens_and_sums_many():
+    """Probabilities that float16 rounds to 0, and a sum over tokens that is beyond it."""
+    rng, n = np.random.default_rng(0), 16384
+    x = np.float16(np.abs(rng.standard_normal((n, 8))) + 8)
+    table = np.float16(0.02 * rng.standard_normal((128, 8)))
+    table[:20] -= 0.21
+    targets = np.full(n, 50)
+    likely = jax.nn.softmax(np.float32(x) @ np.float32(table).T)
+    assert likely[:, :20].max() < 2.0**-25
+
+    def gradients(dtype, scale):
+        def mean(x, table):
+            return scale / n * loss.cross_entropy(x, table, targets, 128, 2048)
+
+        found = jax.jit(jax.grad(mean, (0, 1)))(x.astype(dtype), table.astype(dtype))
+        return [np.float32(g) / scale for g in found]
+
+    exact = gradients(np.float32, 1.0)
+    assert n * np.abs(exact[1]).max() > np.finfo(np.float16).max
+    for right, found in zip(exact, gradients(np.float16, 2.0**12)):
+        off = np.abs(found - right).max(1) / np.abs(right).max(1)
+        assert off.max() < 2**-8
+
+
 def test_a_batch_of_more_choices_than_int32_counts():
     cfg = small_config()
     shape = 1, 2**25, 32  # 2**30 tokens, each of which makes two choices in every block
@@ -388,11 +412,11 @@ def test_decoding_with_a_cache_gives_the_scores_of_the_full_forward_pass(flags):
 
 
 @pytest.mark.parametrize("name", DECODED)
-def test_decoding_in_bfloat16_is_near_float32(name):
+def test_decoding_in_short_types_is_near_float32(name):
     """Prefill and a step, for one sequence and for several: the shapes that a CPU must multiply in bfloat16."""
     flags = DECODED[name] | dict(blocks=1, layers_per_block=1)
     ids, all_logits = np.random.default_rng(0).integers(0, 250, (4, 9)).astype(np.int32), []
-    for dtype, rows in [("float32", 4), ("bfloat16", 4), ("bfloat16", 1)]:
+    for dtype, rows in [("float32", 4), ("bfloat16", 4), ("bfloat16", 1), ("float16", 4)]:
         decode, params, empty = decoder(small_config(model_dtype=dtype, **flags))
         at = functools.partial(np.full, rows)
         _, cache = decode(params, ids[:rows, :8], empty(rows), at(0), at(7))
