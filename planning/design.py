@@ -383,8 +383,15 @@ def with_best_mesh(setting, budget, design, compiler):
         plan = make_plan(found[0].cfg, machine)
     else:
         for one in found[:COMPILED]:
-            words = f"width {design.width or one.cfg.model.model_dimension}, mesh {one.cfg.run.n_device_axis}"
-            say(f"compiling the step for {machine.name}: {words}")
+            width = design.width or one.cfg.model.model_dimension
+            say(
+                f"by formulas: width {width}, mesh {one.cfg.run.n_device_axis}, {one.step:.3f} s a step, "
+                f"{size(one.memory.total)} of a device's {size(one.memory_limit)}"
+            )
+            say(
+                f"compiling that step, which takes a minute or two for GPUs, five or more for TPUs, and is given up "
+                f"after {COMPILE_SECONDS // 60}; --by_formulas does without"
+            )
             plan = compiled_plan(one.cfg, machine, COMPILE_SECONDS)
             if has_room(setting, plan):
                 break

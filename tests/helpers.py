@@ -278,10 +278,6 @@ def run_with_special_tokens(folder):
 
 
 gpu_compiler = pytest.mark.skipif(not gpus.has_compiler(), reason="pyproject.toml's plan-gpu")
-# Tests of many processes wait here until they have been repeated 20 times under load without a failure.
-not_repeated_yet = pytest.mark.skipif(
-    not os.environ.get("NOT_REPEATED_YET"), reason="NOT_REPEATED_YET=1 runs it: CONTRIBUTING.md"
-)
 EVERY = 20  # steps between evaluations
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import cloud as clouds
 import fake_training
 import pytest
-from helpers import ROOT, in_session, not_repeated_yet, refusal
+from helpers import ROOT, in_session, refusal
 from helpers import wait_for as wait
 from script_helpers import CLEAN, assert_one_sentence
 
@@ -26,8 +26,6 @@ from config.settle import validate
 from tools.cluster import keeper, slices
 from tools.cluster.record import Folder, Record
 from utils import flatten
-
-pytestmark = not_repeated_yet
 
 PLACES = "--data gs://bucket/shards --output_dir gs://bucket/runs"
 RUN = f"--preset tiny {PLACES} --name run --save_steps 10 --training_steps"

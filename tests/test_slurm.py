@@ -16,16 +16,13 @@ from types import SimpleNamespace
 import fake_training
 import guard
 import pytest
-from helpers import ROOT, TINY, flags_of, metrics_of, not_repeated_yet, wait_for
+from helpers import ROOT, TINY, flags_of, metrics_of, wait_for
 from real_slurm import LACKING, NODES, Slurm
 from small_models import SMALL, given
 
 from logs.rows import read_rows
 
-pytestmark = [
-    pytest.mark.skipif(bool(LACKING), reason=f"Slurm is not installed: {LACKING}"),
-    not_repeated_yet,
-]
+pytestmark = pytest.mark.skipif(bool(LACKING), reason=f"Slurm is not installed: {LACKING}")
 STEPS = 60
 LIFE = given(f"""
     --n_device_axis 2 1 1 --train_batch_size 4 --val_batch_size 4 --eval_every 20 --eval_steps 1
@@ -151,7 +148,9 @@ def test_a_job_that_is_requeued_out_of_time_and_loses_a_node_ends_with_the_same_
         # Slurm 22.05 starts no step of a job whose node returns in the second in which it was lost.
         time.sleep(2)
         slurm.return_node(NODES[1])
-    assert slurm.log(job).count("error: another process of this run was lost") == 1
+    # Process 0 says so once. Where it waited for the other one within a save, jax aborts it after --peer_timeout.
+    lost = slurm.log(job).count("error: another process of this run was lost")
+    assert lost == 1 or "task 0: Aborted" in slurm.log(job), slurm.log(job)
     slurm.pause("life", 0)
     slurm.begin_again(job, 3)
     assert slurm.end_of(job) == "COMPLETED", slurm.log(job)
