@@ -384,13 +384,14 @@ def with_best_mesh(setting, budget, design, compiler):
     else:
         for one in found[:COMPILED]:
             width = design.width or one.cfg.model.model_dimension
+            # The compiler may take minutes, so the formulas' answer comes first.
             say(
                 f"by formulas: width {width}, mesh {one.cfg.run.n_device_axis}, {one.step:.3f} s a step, "
                 f"{size(one.memory.total)} of a device's {size(one.memory_limit)}"
             )
             say(
-                f"compiling that step, which takes a minute or two for GPUs, five or more for TPUs, and is given up "
-                f"after {COMPILE_SECONDS // 60}; --by_formulas does without"
+                "compiling that step: a minute or two for a GPU, five or more for a TPU, at most "
+                f"{COMPILE_SECONDS // 60}; --by_formulas skips it"
             )
             plan = compiled_plan(one.cfg, machine, COMPILE_SECONDS)
             if has_room(setting, plan):

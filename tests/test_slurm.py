@@ -148,7 +148,7 @@ def test_a_job_that_is_requeued_out_of_time_and_loses_a_node_ends_with_the_same_
         # Slurm 22.05 starts no step of a job whose node returns in the second in which it was lost.
         time.sleep(2)
         slurm.return_node(NODES[1])
-    # Process 0 says so once. Where it waited for the other one within a save, jax aborts it after --peer_timeout.
+    # Process 0 says so once, unless jax aborts it first: seen once in 20 runs, on a busy machine (dev/log.md).
     lost = slurm.log(job).count("error: another process of this run was lost")
     assert lost == 1 or "task 0: Aborted" in slurm.log(job), slurm.log(job)
     slurm.pause("life", 0)
