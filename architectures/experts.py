@@ -32,6 +32,8 @@ from kernels.grouped import at_even_load, group_begins, grouped_feed_forward, ro
 
 # Slots of a bucket of dropless experts in the first round and in each further one, in multiples of the mean load
 FIRST_ROUND, FURTHER_ROUND = 1.25, 0.25
+# The same for the first round of a device with all experts, which chooses. They are few, since each is compiled.
+FIRST_ROUNDS = (1.0625, 1.125, 1.25, 1.5)
 
 
 class RoutingStats(NamedTuple):
@@ -159,10 +161,21 @@ def places(place, size, n):
     return Places(place, entry, source)
 
 
-def capacity(m, n, factor=0.0):
-    """Slots of each expert's bucket for n local tokens: `factor` times the mean load, 0 for that of the first round."""
-    factor = factor or m.capacity_factor or FIRST_ROUND
+def capacity(m, n, factor):
+    """Slots of each expert's bucket for n local tokens: `factor` times the mean load."""
     return min(n, math.ceil(factor * n * m.experts_per_token / m.n_experts))
+
+
+def first_capacities(m, n, devices):
+    """What `capacity` may be in the first round, the smallest first: several sizes where one of `devices` chooses.
+
+    Buckets that are sent have one size on all devices. Nor does a device choose where a layer keeps what it computes of
+    a round: it would keep arrays of every size.
+    """
+    factors = [m.capacity_factor or FIRST_ROUND]
+    if devices == 1 and not m.capacity_factor and m.remat not in ("none", "experts"):
+        factors = FIRST_ROUNDS
+    return tuple(sorted({capacity(m, n, factor) for factor in factors}))
 
 
 def fill_buckets(queues, C, first, n):
@@ -298,21 +311,75 @@ def in_buckets(weights, x, chosen, gates, m):
     further rounds of fewer slots, as many as any device needs.
 
     Example: 8,192 tokens choose 2 of 16 experts each, 1,024 choices for each expert where the load is even. The first
-    round takes 1,280 for each. Where an expert has 1,600 on some device, two further rounds take 256 each.
+    round takes 1,280 for each. Where an expert has 1,600 on some device, two further rounds take 256 each. On a single
+    device, the first round takes 1,088 for each where the load is even, and 1,536 where an expert has 1,600; one
+    further round takes the rest.
     """
     n = len(x)
-    C = capacity(m, n)
     queues = queue(chosen, m.n_experts)
-    operands = (x, gates, weights["up"], weights["down"])
-    out = one_round(C, 0, queues, *operands)
+    operands = (queues, x, gates, weights["up"], weights["down"])
+    sizes = first_capacities(m, n, lax.axis_size(EXPERT_AXES))
+    C = sizes[-1]
     if m.capacity_factor:
-        return out, (queues.rank >= C).sum()
+        return one_round(C, 0, *operands), (queues.rank >= C).sum()
     more = capacity(m, n, FURTHER_ROUND)
+    if len(sizes) == 1:
+        return all_rounds(C, more, *operands), jnp.int32(0)
+    return in_fitting_buckets(sizes, more, *operands), jnp.int32(0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def in_fitting_buckets(sizes, more, queues, *operands):
+    """`one_round` in the smallest buckets of `sizes` that hold the longest queue; where none do, `all_rounds`.
+
+    Its gradient is a second such choice, in which the rounds are computed anew. jax would keep arrays of every size for
+    it, all but one of them zeros.
+    """
+    return for_longest_queue(sizes, queues, rounds_of(sizes, more), queues, *operands)
+
+
+def rounds_of(sizes, more):
+    """The functions of (queues, x, gates, up, down) among which `in_fitting_buckets` chooses."""
+    fitting = [functools.partial(one_round, C, 0) for C in sizes]
+    return [*fitting, functools.partial(all_rounds, sizes[-1], more)]
+
+
+def for_longest_queue(sizes, queues, functions, *arguments):
+    """The result of one of the functions: of the first whose size holds the longest queue, or of one more at the end
+    where no size does."""
+    too_small = jnp.array(sizes) < queues.length.max()
+    with at_even_load(0):
+        return lax.switch(too_small.sum(), functions, *arguments)
+
+
+def _in_fitting_buckets_forward(sizes, more, *arguments):
+    return in_fitting_buckets(sizes, more, *arguments), arguments
+
+
+def _in_fitting_buckets_backward(sizes, more, arguments, d_out):
+    queues, *operands = arguments
+
+    def gradient_of(rounds):
+        def gradient(d_out, queues, *operands):
+            _, transpose = jax.vjp(functools.partial(rounds, queues), *operands)
+            return transpose(d_out)
+
+        return gradient
+
+    gradients = [gradient_of(rounds) for rounds in rounds_of(sizes, more)]
+    return None, *for_longest_queue(sizes, queues, gradients, d_out, *arguments)
+
+
+in_fitting_buckets.defvjp(_in_fitting_buckets_forward, _in_fitting_buckets_backward)
+
+
+def all_rounds(C, more, queues, *operands):
+    """`one_round` of C ranks, and further ones of `more` ranks each while there are choices left on any device."""
+    out = one_round(C, 0, queues, *operands)
     left = jnp.maximum(queues.length.max() - C, 0)
     rounds = largest(-(-left // more), EXPERT_AXES)
     with at_even_load(0):
-        out += further_rounds(C, more, rounds, queues, *operands)
-    return out, jnp.int32(0)
+        return out + further_rounds(C, more, rounds, queues, *operands)
 
 
 def one_round(C, first, queues, x, gates, up, down):

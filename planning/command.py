@@ -195,7 +195,7 @@ def overlap_lines(plan, parts):
     lines = [f"overlapped   {plan.overlap.step:.3f} s, of which exposed: {waited}"]
     if more := plan.overlap.further_round:
         lines.append(
-            f"uneven load  {more:.3f} s more for each further round of all layers' experts"
+            f"uneven load  {more:.3f} s more for each further round of all layers' experts, or for larger buckets"
         )
     return lines
 

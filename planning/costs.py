@@ -248,7 +248,7 @@ def layers_of(step):
         )
         works.append(work)
         all_kept += kept + of_attention
-        width = copies * layer.computed + fit.expert_copies * layer.in_experts
+        width = copies * layer.computed + fit.expert_copies * layer.most_in_experts
         widest = max(widest, channel * width)
     return Layers(total(works), all_kept, widest)
 

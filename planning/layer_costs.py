@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import model
 from architectures import LayerCost, architecture
-from architectures.experts import capacity, choose_transport
+from architectures.experts import choose_transport, first_capacities
 from kernels import attention, grouped
 from planning.step import Step, expert_axes, transfers
 
@@ -26,6 +26,7 @@ class Layer(NamedTuple):
     products: float  # channels of the results of products, which --remat dots keeps
     computed: float  # channels of all intermediates except those of routed experts
     in_experts: float  # channels of the intermediates of routed experts
+    most_in_experts: float  # the same of the largest load for which there is memory in any case
 
     @property
     def megatron(self):
@@ -55,7 +56,7 @@ def layer_of(step, kind):
     again = recomputes and not keeps_attention
 
     has_experts = kind == arch.last and m.n_experts
-    rows, devices = expert_rows(step, in_tiles) if has_experts else (0, 0)
+    rows, most_rows, devices = expert_rows(step, in_tiles) if has_experts else (0, 0, 0)
     products, computed = channels(step, cost)
     per_row = (cost.branches + 1) * m.expert_width + 2 * m.model_dimension
     return Layer(
@@ -73,20 +74,23 @@ def layer_of(step, kind):
         products=products,
         computed=computed,
         in_experts=rows / step.own_tokens * per_row,
+        most_in_experts=most_rows / step.own_tokens * per_row,
     )
 
 
 def expert_rows(step, in_tiles):
-    """(rows that a device's routed experts multiply where the load is even, devices over which all experts are
-    distributed)."""
+    """(rows that a device's routed experts multiply where the load is even, those of the largest first round, devices
+    over which all experts are distributed)."""
     m = step.cfg.model
     E = m.n_experts
     tokens = int(step.own_tokens)
     devices = min(E, step.mesh["dp"] * step.mesh["tp"])
     if not in_tiles:
-        return E * capacity(m, tokens), devices
+        sizes = first_capacities(m, tokens, step.mesh["dp"] * step.mesh["tp"])
+        return E * sizes[0], E * sizes[-1], devices
     each = tokens * devices * m.experts_per_token // E
-    return E // devices * grouped.padded(each), devices
+    rows = E // devices * grouped.padded(each)
+    return rows, rows, devices
 
 
 def channels(step, cost):

@@ -57,7 +57,9 @@ class Overlap(NamedTuple):
 
     exposed: dict  # {links: seconds in which the device waits for them}
     step: float  # seconds
-    further_round: float  # seconds more if the experts of every layer need one more round
+    further_round: (
+        float  # seconds more if the experts of every layer need one more round, or larger buckets
+    )
 
 
 class Plan(NamedTuple):

@@ -53,7 +53,8 @@ class Program(hlo.Timeline):
 
 
 def further_round(program, text):
-    """Seconds by which a step gets longer if the experts of every layer need one more round (`experts.in_buckets`).
+    """Seconds by which a step gets longer if the experts of every layer need one more round, or the next larger buckets
+    (`experts.in_buckets`).
 
     program: the `Program` of the HLO `text`, which counts no such round.
     """

@@ -125,6 +125,48 @@ def test_choices_beyond_the_capacity_are_dropped(capacity_factor, k, monkeypatch
     assert stats.dropped == 32 * k - (gates > 0).sum() > 0
 
 
+def choices_with_a_queue(longest, n, E):
+    """Two experts for each of n tokens, [n, 2]: expert 0 for the first `longest` tokens, others as evenly as can be."""
+    chosen = np.zeros((n, 2), int)
+    is_other = np.ones((n, 2), bool)
+    is_other[:longest, 0] = False
+    chosen[is_other] = 1 + np.arange(2 * n - longest) % (E - 1)
+    assert (chosen[:, 0] != chosen[:, 1]).all()
+    return chosen
+
+
+@pytest.mark.parametrize("longest, size", [(32, 0), (36, 1), (37, 2), (48, 3), (49, 4), (100, 4)])
+def test_a_single_device_takes_the_smallest_buckets_that_hold_all(longest, size):
+    """The mean load is 32, and buckets have 34, 36, 40 or 48 slots. Output and gradients are those of plain products
+    whichever are taken, and where none are large enough."""
+    cfg = small_config(layers_per_block=1)
+    m, n, rng = cfg.model, 128, np.random.default_rng(0)
+    D, E, F = m.model_dimension, m.n_experts, m.expert_width
+    shapes = [(E, 2, D, F), (E, D, F), (n, D), (n, 2), (n, D)]
+    up, down, x, gates, weight = [rng.standard_normal(shape, np.float32) for shape in shapes]
+    chosen = choices_with_a_queue(longest, n, E)
+
+    sizes = experts.first_capacities(m, n, 1)
+    functions = [lambda number=number: number for number in range(len(sizes) + 1)]
+    queues = experts.queue(chosen, E)
+    assert queues.length.max() == longest
+    assert experts.for_longest_queue(sizes, queues, functions) == size
+
+    def in_buckets(up, down, x, gates):
+        out, dropped = experts.in_buckets(dict(up=up, down=down), x, chosen, gates, m)
+        return (out * weight).sum(), dropped
+
+    def plainly(up, down, x, gates):
+        h = layers.activate(jnp.einsum("nd,nkgdf->nkgf", x, up[chosen]))
+        return (jnp.einsum("nk,nkf,nkdf->nd", gates, h, down[chosen]) * weight).sum()
+
+    operands, places = (up, down, x, gates), (0, 1, 2, 3)
+    ours = jax.value_and_grad(in_buckets, places, has_aux=True)
+    (out, dropped), gradients = on_mesh(cfg, ours, (P(),) * 4, P())(*operands)
+    theirs = jax.value_and_grad(plainly, places)(*operands)
+    assert dropped == 0 and furthest(theirs, (out, gradients))[0] < 1e-5
+
+
 @pytest.mark.parametrize("branches", [1, 2])
 def test_an_activation_of_bfloat16_is_rounded_once(branches):
     """That of float32 numbers, and its gradient, rounded to bfloat16."""
