@@ -183,7 +183,8 @@ class Data:
     """Validation sequences per replica and batch; 0: a validation batch has global_batch_size sequences, divided as
     those of a training step."""
     microbatch_size: int = flag(8, on_resume="free", least=1, most=WIDE)
-    """Most sequences of a microbatch on a replica, where microbatches are not given."""
+    """Most sequences of a microbatch on a replica, where microbatches are not given. On a single GPU they are as many
+    as fit in its memory, unless this is given."""
     microbatches: int = flag(0, on_resume="free", alias="micro_batch_size", most=MANY)
     """Parts of a batch in the pipeline; pp must divide it. 0: as few as microbatch_size allows."""
 

@@ -3,6 +3,7 @@
 import math
 
 from config.checks import check
+from runtime.chips import chip_of
 from runtime.messages import UserError
 from utils import flatten, replace
 
@@ -17,6 +18,8 @@ def divided(flags, found):
     What a training learns depends on its global batch. That is the same on every mesh, and the rest follows from it:
     128 sequences a step on (8, 1, 1) are 16 on each replica, in 4 microbatches of --microbatch_size 4. Where
     activations of 16 sequences do not fit in a device, they are 2 accumulation steps of 8 sequences.
+
+    A single GPU has one microbatch, as large as its memory allows: products of few tokens leave a large GPU idle.
     """
     cfg, given = flags
     dp = cfg.run.n_device_axis[0]
@@ -32,8 +35,16 @@ def divided(flags, found):
     elif "accumulation_steps" in given:
         parts = cut_replica(cfg, given, accumulation)
     else:
+        if found.memory_share and "microbatch_size" not in given and is_one_gpu(cfg, found):
+            cfg = replace(cfg, microbatch_size=total)
         parts = fit_memory(cfg, given, found.memory_share)
     return dict(global_batch_size=total) | parts
+
+
+def is_one_gpu(cfg, found):
+    """Whether a run is on one device, a GPU that is known."""
+    chip = chip_of(found.device_kind)
+    return chip is not None and chip.gpu and math.prod(cfg.run.n_device_axis) == 1
 
 
 def fit_memory(cfg, given, memory_share):

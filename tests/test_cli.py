@@ -865,6 +865,18 @@ def test_a_batch_that_a_device_has_no_room_for_is_accumulated():
     assert divided("--preset tiny", memory_share=lambda cfg: weights + share(cfg))["A"] == 4
 
 
+def test_a_single_gpu_has_one_microbatch_as_large_as_fits():
+    """Not where a flag says otherwise, on several devices, or on others than GPUs."""
+    gpu = dict(device_kind="NVIDIA H200", memory_share=lambda cfg: cfg.data.train_batch_size / 64)
+    words = "--preset moe-1.6b"
+    assert divided(words, **gpu).items() >= dict(G=128, A=2, B=64, M=1).items()
+    assert divided(f"{words} --microbatch_size 8", **gpu).items() >= dict(A=2, M=8).items()
+    assert divided(f"{words} --microbatches 2", **gpu).items() >= dict(A=2, M=2).items()
+    assert divided(words, 2, **gpu)["M"] == 16
+    assert divided(words, **gpu | dict(device_kind="TPU v4"))["M"] == 16
+    assert divided(words, device_kind="NVIDIA H200")["M"] == 32
+
+
 def test_a_mesh_that_cannot_share_the_batch_gets_a_sentence():
     words = "--preset moe-1.6b --n_device_axis 6 1 1"
     mesh = "which dp x pp = 6 of the mesh (dp, pp, tp) = (6, 1, 1) must divide"
