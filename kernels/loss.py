@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels import xla_cpu
+from kernels import xla_cpu, xla_gpu
 
 # Number of tokens in a chunk, by platform. On a CPU the logits of a chunk should fit in its cache. On an accelerator a
 # chunk should be large enough to keep the matrix units busy.
@@ -98,15 +98,14 @@ def _cross_entropy_forward(x, embedding, targets, vocab_size, chunk):
         total, d_embedding = carry
         x, targets = scanned
         logits = logits_of(x, embedding, vocab_size)
-        largest = logits.max(0)
-        exp = jnp.exp(logits - largest)
-        norm = exp.sum(0)
+        largest, norm = xla_gpu.largest_and_norm(logits)
         at_target = jnp.take_along_axis(logits, targets[None], 0)[0]
         counts = targets >= 0
         losses = largest + jnp.log(norm) - at_target
         total += jnp.where(counts, losses, 0).sum()
         one_hot = jnp.arange(V)[:, None] == targets
-        d_logits = exp * (counts / norm) - one_hot  # softmax minus one-hot
+        # softmax minus one-hot
+        d_logits = jnp.exp(logits - largest) * (counts / norm) - one_hot
         d_logits = d_logits.astype(x.dtype)
         d_embedding += jnp.einsum("vn,nd->vd", d_logits, x, preferred_element_type=jnp.float32)
         dx = xla_cpu.einsum_laid_out("vd,vn->dn", embedding, d_logits)

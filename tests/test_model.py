@@ -20,7 +20,7 @@ import utils
 from architectures import architecture, deepseek, experts, layers, qwen3
 from config import presets, settle
 from inference import decoding
-from kernels import attention, grouped, loss, xla_cpu
+from kernels import attention, grouped, loss, xla_cpu, xla_gpu
 from training.device_mesh import make_mesh
 from training.evaluation import make_evaluate
 from training.optimizer import make_optimizer
@@ -312,8 +312,11 @@ def test_the_router_of_one_expert_for_each_token_learns_from_the_loss(name):
     assert jnp.abs(layer["router"]).max() > 1e-2 * jnp.abs(layer["experts"]["down"]).max()
 
 
-def test_cross_entropy_and_its_gradient():
-    """In chunks, against the plain formula; the padding of the vocabulary has no probability."""
+@pytest.mark.parametrize("passes", [xla_gpu.in_one_pass, xla_gpu.in_two_passes])
+def test_cross_entropy_and_its_gradient(passes, monkeypatch):
+    """In chunks, against the plain formula, as GPUs and as others read the logits; the padding of the vocabulary has no
+    probability."""
+    monkeypatch.setattr(xla_gpu, "largest_and_norm", passes)
     rng = np.random.default_rng(0)
     x, table = (rng.standard_normal((n, 8)).astype(np.float32) for n in (24, 128))
     targets = rng.integers(0, 100, 24)
