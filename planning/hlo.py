@@ -187,27 +187,40 @@ def is_kernel(op):
     return op.kind == "custom-call" and any(target in op.rest for target in KERNELS)
 
 
-def moved_bytes(ops, given):
-    """Bytes that a fusion reads and writes. ops: its operations. given: its operands.
+def moved_bytes(ops):
+    """Bytes that a fusion reads and writes, by its operations; an operand is one of kind "parameter".
 
-    Where it reads, or replaces, only a slice of an array, only the slice counts.
+    Where it reads, or replaces, only a slice of an array, or of what it computes from an array number by number, only
+    the slice counts.
     """
-    read = defaultdict(int)  # {name of an operand: bytes}
-    for op in ops:
-        for at, view in enumerate(op.inputs):
-            array = viewed(view)
-            replaced = op.kind == "dynamic-update-slice" and at == 0
-            if array.kind == "parameter" and op.kind not in VIEWS and not replaced:
-                part = op if op.kind in SLICES and at == 0 else view
-                name = given[numbers(array.rest)[0]].name
-                read[name] = min(read[name] + size(part.type), size(array.type))
-    moved = sum(read.values())
     root = ops[-1]
+    shares = defaultdict(
+        float, {root.name: 1}
+    )  # {name of an operation: share of its result that is used}
+    operands = {}
+    for op in reversed(ops):
+        for at, array in enumerate(op.inputs):
+            read = shares[array.name] + share_read(op, at, shares[op.name])
+            shares[array.name] = min(1, read)
+            if array.kind == "parameter":
+                operands[array.name] = array
+    moved = sum(shares[name] * size(array.type) for name, array in operands.items())
     for result in map(viewed, root.inputs if root.kind == "tuple" else [root]):
         if result.kind == "dynamic-update-slice":
             result = result.inputs[1]
         moved += size(result.type)
     return moved
+
+
+def share_read(op, at, share):
+    """The share of its operand number `at` that an operation reads for a share of its result."""
+    array = op.inputs[at]
+    if op.kind == "dynamic-update-slice" and at == 0:
+        return 0
+    own, whole = (sum(math.prod(dims) for _, dims in shapes(x.type)) for x in (op, array))
+    if op.kind in SLICES and at == 0:
+        return share * own / whole
+    return share if own == whole else 1
 
 
 def viewed(op):
@@ -401,11 +414,10 @@ class Timeline:
             if estimated := re.search(r'"estimated_cycles":"(\d{1,18})"', op.rest):
                 cycles = int(estimated[1])
         elif op.kind in ("fusion", "fusion-start"):
-            moved = moved_bytes(self.comps[CALLED.search(op.rest)[1]], op.inputs)
+            moved = moved_bytes(self.comps[CALLED.search(op.rest)[1]])
         elif op.kind not in UNMOVED and not op.kind.endswith("-done"):
-            inputs = enumerate(op.inputs)
-            given = [array._replace(kind="parameter", rest=str(i)) for i, array in inputs]
-            moved = moved_bytes([op._replace(inputs=given)], op.inputs)
+            given = [array._replace(kind="parameter") for array in op.inputs]
+            moved = moved_bytes([op._replace(inputs=given)])
         seconds = self.compute_seconds(flops, cycles, moved, is_kernel(op))
         self.hide(seconds)
         self.flops += flops * self.scope.times

@@ -238,6 +238,29 @@ def test_computation_hides_what_travels_meanwhile():
     assert long.exposed == {gathered: 200 - 36, permuted: 5 * (100 - 80)}
 
 
+def test_a_fusion_reads_what_it_uses():
+    """Of an array that it slices, also behind an operation on each number, the slice; of one that it also sums, all."""
+    fused = """%fused (a: f32[10,4], b: f32[40], i: s32[]) -> (f32[4], f32[]) {
+  %a = f32[10,4] parameter(0)
+  %b = f32[40] parameter(1)
+  %i = s32[] parameter(2)
+  %view = f32[40] bitcast(%a)
+  %sum = f32[40] add(%view, %b)
+  %slice = f32[4] dynamic-slice(%sum, %i), dynamic_slice_sizes={4}
+  %total = f32[] reduce(%b, %i), dimensions={0}
+  ROOT %both = (f32[4], f32[]) tuple(%slice, %total)
+}
+"""
+    main = """ENTRY %main (a: f32[10,4], b: f32[40], i: s32[]) -> (f32[4], f32[]) {
+  %a = f32[10,4] parameter(0)
+  %b = f32[40] parameter(1)
+  %i = s32[] parameter(2)
+  ROOT %c = (f32[4], f32[]) fusion(%a, %b, %i), kind=kLoop, calls=%fused
+}
+"""
+    assert timeline(fused + main, 0).others == 16 + 160 + 4 + 16 + 4
+
+
 def test_a_second_of_computation_hides_one_transfer():
     text = """ENTRY %main (p: f32[1]) -> f32[1] {
   %p = f32[1] parameter(0)
