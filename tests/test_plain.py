@@ -130,11 +130,16 @@ def test_variants(mesh, flags):
     assert_plain(mesh, **flags)
 
 
-@pytest.mark.parametrize("experts", ["tiles", "buckets"])
-def test_every_token_chooses_one_expert(experts):
-    """No choice is dropped: buckets take as many rounds as they need."""
+@pytest.mark.parametrize(
+    "mesh, experts",
+    [((2, 2, 2), "tiles"), ((2, 2, 2), "buckets"), ((1, 2, 1), "buckets")],
+    ids=str,
+)
+def test_every_token_chooses_one_expert(mesh, experts):
+    """No choice is dropped: buckets take as many rounds as they need, also where one device has all experts of a
+    stage."""
     flags = dict(layers_per_block=1, experts_per_token=1, n_shared=0, T=16)
-    assert_plain((2, 2, 2), params_with_a_favorite, experts=experts, **flags)
+    assert_plain(mesh, params_with_a_favorite, experts=experts, **flags)
 
 
 @pytest.mark.parametrize(
