@@ -167,10 +167,11 @@ def capacity(m, n, factor):
 
 
 def first_capacities(m, n, devices):
-    """What `capacity` may be in the first round, the smallest first: several sizes where one of `devices` chooses.
+    """What `capacity` may be in the first round on `devices` of dp x tp, the smallest first. A single device chooses
+    among several sizes in each step.
 
-    Buckets that are sent have one size on all devices. Nor does a device choose where a layer keeps what it computes of
-    a round: it would keep arrays of every size.
+    More devices send their buckets, and these have one size. Nor is there a choice where a layer keeps what it computes
+    of a round for its backward pass: it would keep arrays of every size.
     """
     factors = [m.capacity_factor or FIRST_ROUND]
     if devices == 1 and not m.capacity_factor and m.remat not in ("none", "experts"):
