@@ -35,7 +35,7 @@ from runtime.jax_setup import configure_jax, set_precision
 from runtime.messages import UserError, say
 from runtime.pulse import Pulse
 from shards.listing import encoding_of, manifests, opening_of
-from training import memory
+from training import loss_scale, memory
 from training.bad_steps import BadSteps
 from training.device_mesh import make_mesh
 from training.optimizer import make_optimizer
@@ -355,7 +355,8 @@ def finish_step(run, now):
     now.launched = None
     row = {"step": step} | as_row(jax.device_get(metrics)) | run.data.train.epochs(sequences)
     run.phases.profile.step_done(step)
-    run.bad_steps.observe(step, sequences, row["loss/train_loss"], row["grad_norm"])
+    if not loss_scale.overflowed(row):
+        run.bad_steps.observe(step, sequences, row["loss/train_loss"], row["grad_norm"])
     row["bad_steps"] = run.bad_steps.total
     row |= run.pace.ended(data_wait)
     _, waited = run.pace.steps[-1]

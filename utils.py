@@ -83,10 +83,11 @@ class Model:
     """Token id that begins a document, for document_mask: the tokenizer's."""
     dropout_rate: float = flag(0.0, on_resume="kept", free_with_weights=True, below=1)
     """Probability of zeroing a channel after the embedding, attention and feed-forward."""
-    model_dtype: Literal["bfloat16", "float32"] = flag(
+    model_dtype: Literal["bfloat16", "float16", "float32"] = flag(
         "bfloat16", on_resume="kept", free_with_weights=True
     )
-    """Type of activations and matrix products; parameters and delicate sums are always float32."""
+    """Type of activations and matrix products; parameters and delicate sums are always float32. float16, with a loss
+    scale, is for GPUs without bfloat16."""
     remat: Literal["none", "dots", "experts", "attention", "full"] = flag(
         "attention", on_resume="free"
     )

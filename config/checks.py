@@ -21,6 +21,7 @@ def check(cfg):
     only = architectures.flags_without_choice(name)
     compare(cfg, only, only.keys(), "{architecture} has no such choice, only", architecture=name)
     architectures.architecture(name).check(cfg)
+    check_dtype(cfg)
     check_attention(cfg)
     check_experts(cfg.model)
     check_schedule(cfg.optimizer)
@@ -58,6 +59,15 @@ def check_multiples(cfg):
         raise UserError(
             f"must divide dp x tp, {n}, or be divided by it", flag="n_experts", value=m.n_experts
         )
+
+
+def check_dtype(cfg):
+    """Raises UserError for float16 on TPUs. GPUs and CPUs may all have it: a run that began on a T4 can be resumed and
+    sampled from on what is there, and a CPU, on which it is slow, can try it."""
+    dtype = cfg.model.model_dtype
+    if dtype == "float16" and platform_of(cfg) == "tpu":
+        said = "TPUs do not multiply in it; give bfloat16, which needs no loss scale"
+        raise UserError(said, flag="model_dtype", value=dtype)
 
 
 def check_attention(cfg):

@@ -34,20 +34,28 @@ def of_weights(flags, found):
 
 
 def model_dtype(flags, found):
-    """float32 on a device without products in bfloat16."""
-    if "model_dtype" in found.stored or not chips.in_float32_only(found.device_kind):
+    """On a device without products in bfloat16 the type in which it multiplies fastest, float16 or float32."""
+    _, best = chips.best_dtype(found.device_kind)
+    if "model_dtype" in found.stored or flags.cfg.model.model_dtype != "bfloat16":
         return {}
-    return dict(model_dtype="float32")
+    return dict(model_dtype=best)
 
 
 def tell_dtype(flags, settled, found):
-    """What `model_dtype` changed, or would have changed had no flag been given."""
-    device = chips.in_float32_only(found.device_kind)
-    if not device or "model_dtype" in found.stored or flags.cfg.model.model_dtype != "bfloat16":
+    """What `model_dtype` changed, or would have changed had no flag been given; or that float16 gains nothing here."""
+    device, best = chips.best_dtype(found.device_kind)
+    before, after = (each.cfg.model.model_dtype for each in (flags, settled))
+    if not device or "model_dtype" in found.stored or best == before:
         return ""
-    stays = settled.cfg.model.model_dtype == "bfloat16"
-    then = "bfloat16 saves memory here, no time" if stays else "the model is float32 too"
-    return f"{device} does not multiply in bfloat16, XLA does so in float32: {then}"
+    if before == "float16":
+        return f"{device} is no faster in float16 than in {best}, which needs no loss scale"
+    then = dict(
+        bfloat16="bfloat16 saves memory here, no time",
+        float16="the model is float16, with a loss scale",
+        float32="the model is float32 too",
+    )
+    said = f"{device} does not multiply in bfloat16, XLA does so in float32: {then[after]}"
+    return said if before == "bfloat16" else ""
 
 
 def vocab_size(flags, found):

@@ -18,6 +18,9 @@ from kernels import xla_cpu, xla_gpu
 # Number of tokens in a chunk, by platform. On a CPU the logits of a chunk should fit in its cache. On an accelerator a
 # chunk should be large enough to keep the matrix units busy.
 LOSS_CHUNK = {"cpu": 256, "gpu": 2048, "tpu": 2048}
+# Factor of the gradients that `cross_entropy` keeps in float16. That of a logit is at most 1, and as small as the
+# probability of a token, which float16 would round to 0 below 3e-8.
+LIFT = 2.0**14
 
 
 def logits_of(x, embedding, vocab_size):
@@ -79,13 +82,18 @@ def token_choices(x, embedding, targets, vocab_size, chunk, k):
     return jax.tree.map(lambda x: x.reshape(*targets.shape, *x.shape[2:]), found)
 
 
+def lift_of(dtype):
+    """The factor of the gradients that `cross_entropy` keeps, for activations of this dtype."""
+    return LIFT if dtype == jnp.float16 else 1.0
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def cross_entropy(x, embedding, targets, vocab_size, chunk):
     """The sum of the losses of `token_losses`, float32 [].
 
     Its forward pass computes the gradients of x and of the embedding as well, chunk by chunk, and keeps them for the
     backward pass. So logits are neither kept nor computed twice. The backward pass only multiplies by the gradient of
-    the sum.
+    the sum. In float16, where the kept gradients could overflow before that, they are in float32.
     """
     losses, _ = token_losses(x, embedding, targets, vocab_size, chunk)
     return losses.sum()
@@ -93,6 +101,8 @@ def cross_entropy(x, embedding, targets, vocab_size, chunk):
 
 def _cross_entropy_forward(x, embedding, targets, vocab_size, chunk):
     V, D = embedding.shape
+    lift = lift_of(x.dtype)
+    kept = jnp.float32 if x.dtype == jnp.float16 else x.dtype
 
     def one_chunk(carry, scanned):
         total, d_embedding = carry
@@ -106,26 +116,27 @@ def _cross_entropy_forward(x, embedding, targets, vocab_size, chunk):
         one_hot = jnp.arange(V)[:, None] == targets
         # softmax minus one-hot
         d_logits = jnp.exp(logits - largest) * (counts / norm) - one_hot
-        d_logits = d_logits.astype(x.dtype)
+        d_logits = (lift * d_logits).astype(x.dtype)
         d_embedding += jnp.einsum("vn,nd->vd", d_logits, x, preferred_element_type=jnp.float32)
-        dx = xla_cpu.einsum_laid_out("vd,vn->dn", embedding, d_logits)
+        dx = xla_cpu.einsum_laid_out("vd,vn->dn", embedding, d_logits, kept)
         return (total, d_embedding), dx
 
     start = jnp.float32(0), jnp.zeros((V, D), jnp.float32)
     chunks = in_chunks(x, targets, chunk)
     (total, d_embedding), dx = lax.scan(one_chunk, start, chunks)
-    d_embedding = d_embedding.astype(embedding.dtype)
+    d_embedding = d_embedding.astype(kept)
     # The barrier has all of this computed now. XLA would otherwise compute the loss after the backward pass, and keep
     # the logits until then.
     total, dx, d_embedding = lax.optimization_barrier((total, dx, d_embedding))
     dx = dx.swapaxes(1, 2).reshape(x.shape)
-    return total, (dx, d_embedding)
+    return total, (dx, d_embedding, jnp.zeros(0, x.dtype))
 
 
 def _cross_entropy_backward(vocab_size, chunk, gradients, g):
-    dx, d_embedding = gradients
-    dx = (g * dx).astype(dx.dtype)
-    d_embedding = (g * d_embedding).astype(d_embedding.dtype)
+    dx, d_embedding, like = gradients
+    g = g / lift_of(like.dtype)
+    dx = (g * dx).astype(like.dtype)
+    d_embedding = (g * d_embedding).astype(like.dtype)
     return dx, d_embedding, None
 
 

@@ -63,7 +63,7 @@ def estimate(cfg, machine):
         mesh=step.mesh,
         flops=work.flops,
         sent=sent(work.transfers),
-        seconds=seconds_of(work, machine.chip),
+        seconds=seconds_of(work, machine.chip, cfg.model.model_dtype),
         bubble=(step.mesh["pp"] - 1) / step.ticks,
         weights=weights.stored,
         optimizer=weights.optimizer,
@@ -73,10 +73,10 @@ def estimate(cfg, machine):
     )
 
 
-def seconds_of(work, chip):
-    """{part: seconds} of a `Work`, without those of links."""
+def seconds_of(work, chip, dtype):
+    """{part: seconds} of a `Work` in a --model_dtype, without those of links."""
     flops = work.flops + (attention_slowdown(chip) - 1) * work.attention
-    products = flops / chip.speed + work.product_traffic / chip.memory_speed
+    products = flops / chip.speed_in(dtype) + work.product_traffic / chip.memory_speed
     others = work.other_traffic / chip.memory_speed
     launches = chip.gpu * LAUNCHES * LAUNCH * work.layer_passes
     return {"matrix products": products, "memory": others + launches}

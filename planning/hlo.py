@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import NamedTuple
 
 import numpy as np
@@ -176,6 +176,15 @@ def convolution_flops(op, out, lhs, rhs):
     return 2 * valid * out["b"] * out["f"] * rhs["i"]
 
 
+# {HLO's name of a type: ours}, of those in which chips differ
+DTYPES = dict(bf16="bfloat16", f16="float16", f32="float32")
+
+
+def factor_dtype(arrays):
+    """The type, as in --model_dtype, of a product's factors by `shapes` of them; float32 for any other."""
+    return next((DTYPES[dtype] for dtype, _ in arrays if dtype in DTYPES), "float32")
+
+
 def is_product(op):
     """Whether an operation is a matrix product, as XLA or cuBLAS computes it."""
     is_call = op.kind == "custom-call" and "__cublas" in op.rest
@@ -247,9 +256,9 @@ class Timeline:
     defines
         in_kernel(words, arrays)    Operations of a custom kernel. words: hold its name; arrays: [(dtype, dims)] of its
                                     operands.
-        compute_seconds(flops, cycles, moved, is_kernel)    Seconds of an operation. cycles: the TPU compiler's
-        estimate;
-                                    moved: bytes that it reads and writes, on a GPU.
+        compute_seconds(flops, cycles, moved, is_kernel)    Seconds of an operation. flops: {type of the factors:
+                                    operations of products}; cycles: the TPU compiler's estimate; moved: bytes that it
+                                    reads and writes, on a GPU.
         link_seconds(axes, collective, n_bytes, n)    Seconds of a transfer.
 
     Computation between the start of a transfer and the wait for it hides that transfer. Each second of computation
@@ -288,19 +297,19 @@ class Timeline:
         return inner.spare
 
     def visit(self, name, fused=None):
-        """Add the operations of a computation. Returns the operations of its matrix products.
+        """Add the operations of a computation. Returns {type of the factors: operations of its matrix products}.
 
         Outside fusions, HLO operations are in the order in which a device starts them. fused: None outside a fusion; in
         one, the set of collectives that were seen in earlier fusions. A collective that runs during several fusions is
         part of each of them, and counts once.
         """
         ops = self.comps.get(name, [])
-        flops = 0
+        flops = Counter()
         seen = set()  # collectives in fusions
         last = {} if fused is not None else self.last_parts(ops)
         for op in ops:
             kind = op.kind.removesuffix("-start")
-            own = 0
+            own = Counter()
             if kind in COLLECTIVES:
                 self.start_collective(op, kind, fused)
             elif kind == "send" and "megascale" in op.rest:
@@ -308,13 +317,14 @@ class Timeline:
             elif kind.endswith("-done"):
                 self.wait(op.inputs[0].name)
             elif is_product(op):
-                own = matmul_flops(op)
+                own[factor_dtype(shapes(op.inputs[0].type))] = matmul_flops(op)
             elif kind == "while":
                 n = self.trip_count(op)
                 body = re.search(r"body=%?([\w.\-]+)", op.rest)[1]
                 self.hide(n * self.run(body, n * self.scope.times))
             elif kind == "fusion":
-                own = sum(self.visit(callee, seen) for callee in CALLED.findall(op.rest))
+                for callee in CALLED.findall(op.rest):
+                    own += self.visit(callee, seen)
             elif kind == "call":
                 for callee in CALLED.findall(op.rest):
                     self.visit(callee)
@@ -324,7 +334,9 @@ class Timeline:
                 self.visit(branches[int(even[1]) if even else 0])
             elif is_kernel(op):
                 words = op.name + op.rest.split("backend_config")[0]
-                own = self.in_kernel(words, shapes(" ".join(array.type for array in op.inputs)))
+                arrays = shapes(" ".join(array.type for array in op.inputs))
+                if in_kernel := self.in_kernel(words, arrays):
+                    own[factor_dtype(arrays)] = in_kernel
             if fused is None and kind not in CONTAINERS:
                 self.compute(op, own)
                 for chain, fusion in last.items():
@@ -406,7 +418,7 @@ class Timeline:
         self.scope.spare += seconds
 
     def compute(self, op, flops):
-        """Add the seconds and the `flops` of an operation."""
+        """Add the seconds of an operation, and its `flops` {type of the factors: operations}."""
         cycles = 0
         moved = 0
         if self.has_cycles:
@@ -420,7 +432,7 @@ class Timeline:
             moved = moved_bytes([op._replace(inputs=given)])
         seconds = self.compute_seconds(flops, cycles, moved, is_kernel(op))
         self.hide(seconds)
-        self.flops += flops * self.scope.times
+        self.flops += flops.total() * self.scope.times
         if flops:
             self.products += seconds * self.scope.times
         else:

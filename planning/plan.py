@@ -104,9 +104,10 @@ class Plan(NamedTuple):
 
     @property
     def mfu(self):
-        """Model FLOPs utilization: the share of the peak speed that the model's own operations use. The peak is that of
-        float32 on chips on which XLA multiplies in nothing else."""
-        return self.model_flops / self.step / self.machine.chip.used_peak
+        """Model FLOPs utilization: the share of the peak speed that the model's own operations use. The peak is
+        that of --model_dtype on chips without bfloat16, else that of bfloat16."""
+        peak = self.machine.chip.peak_in(self.cfg.model.model_dtype)
+        return self.model_flops / self.step / peak
 
     @property
     def hours(self):

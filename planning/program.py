@@ -35,7 +35,8 @@ class Program(hlo.Timeline):
         """Seconds of an operation. As `hlo.Timeline` defines it."""
         chip = self.machine.chip
         # compilers do not estimate the time of kernels
-        products = flops / chip.speed * (attention_slowdown(chip) if is_kernel else 1)
+        products = sum(n / chip.speed_in(dtype) for dtype, n in flops.items())
+        products *= attention_slowdown(chip) if is_kernel else 1
         if chip.gpu:
             return bool(flops or moved) * LAUNCH + max(products, moved / chip.memory_speed)
         return products if is_kernel else cycles / chip.clock

@@ -65,7 +65,7 @@ def divide(cfg, machine):
         B=B,
         tokens=B * cfg.model.T,
         own_tokens=B * cfg.model.T / tp,
-        width=2 if cfg.model.model_dtype == "bfloat16" else 4,
+        width=4 if cfg.model.model_dtype == "float32" else 2,
         layers=layers,
         fsdp=model.choose_fsdp(cfg, machine.platform, machine.slices),
     )

@@ -11,6 +11,7 @@ chip otherwise. This file does not import jax. The numbers come from:
 - GPUs: NVIDIA's data sheets, and for RTX 3090 and 4090 the white papers of GA102 and AD102. All peaks are for dense
   products with sums in float32. Memory: openxla/xla, xla/backends/gpu/target_config/specs, if the GPU is there, and
   otherwise what the driver leaves.
+- A P100 multiplies twice as fast in float16, but only with sums in float16, which XLA does not make.
 - GPUs without NVLink are linked by PCIe. The plan treats the PCIe of a host as a switch between its GPUs.
 """
 
@@ -37,7 +38,7 @@ class Chip(NamedTuple):
 
     name: str  # its name in --plan
     jax_names: tuple[str, ...]  # its names as `device_kind` of jax
-    # FLOP/s of dense products in bfloat16, or in float16 where the chip has no bfloat16.
+    # FLOP/s of dense products in bfloat16; of a chip without it, in the faster of float16 and float32.
     peak: float
     memory: float  # bytes that a program may use
     bandwidth: float  # bytes/s of that memory
@@ -46,8 +47,9 @@ class Chip(NamedTuple):
     clock: float = 0.0  # Hz of the cycles that the TPU compiler counts; 0: a GPU
     dims: int = 2  # number of dims of a TPU slice's topology
     cores: int = 1  # jax devices on a TPU chip
-    # FLOP/s in float32, for chips on which XLA multiplies in nothing else; 0: in bfloat16.
-    float32: float = 0.0
+    float32: float = (
+        0.0  # FLOP/s in float32, in which a chip without bfloat16 multiplies it; 0: it has bfloat16
+    )
     # Whether its compiler computes operands inside products, which saves memory traffic.
     fuses: bool = False
 
@@ -69,15 +71,20 @@ class Chip(NamedTuple):
         return self.platform == "gpu"
 
     @property
-    def used_peak(self):
-        """Peak FLOP/s in the type in which XLA multiplies on it."""
-        return self.float32 or self.peak
+    def dtype(self):
+        """The --model_dtype in which it multiplies fastest."""
+        if not self.float32:
+            return "bfloat16"
+        return "float16" if self.peak > self.float32 else "float32"
 
-    @property
-    def speed(self):
-        """FLOP/s that the plan assumes for matrix products."""
+    def peak_in(self, dtype):
+        """Peak FLOP/s of products in a --model_dtype. A chip with bfloat16 counts as if it multiplied all as fast."""
+        return self.peak if dtype == self.dtype or not self.float32 else self.float32
+
+    def speed_in(self, dtype):
+        """FLOP/s that the plan assumes for products in a --model_dtype."""
         reaches = {"gpu": GPU_REACHES, "cpu": CPU_REACHES}.get(self.platform, 1)
-        return self.used_peak * reaches
+        return self.peak_in(dtype) * reaches
 
     @property
     def memory_speed(self):
@@ -97,7 +104,7 @@ KNOWN = [
     Chip("v5p", ("TPU v5", "TPU v5p"), 459e12, 95.74 * GiB, 2765e9, 90e9, 6.25e9, 1.75e9, dims=3),
     Chip("v6e", ("TPU v6 lite", "TPU v6e"), 918e12, 31.25 * GiB, 1640e9, 90e9, 12.5e9, 1.75e9, fuses=True),
     Chip("v7x", ("TPU7x",), 1153.5e12, 94.75 * GiB, 3690e9, 90e9, 6.25e9, 2.2e9, dims=3, cores=2),
-    Chip("P100", ("Tesla P100-PCIE-16GB",), 18.7e12, 15.89 * GiB, 732e9, 16e9, CARD, float32=9.3e12),
+    Chip("P100", ("Tesla P100-PCIE-16GB",), 9.3e12, 15.89 * GiB, 732e9, 16e9, CARD, float32=9.3e12),
     Chip("T4", ("Tesla T4",), 65e12, 14.56 * GiB, 320e9, 16e9, CARD, float32=8.1e12),
     Chip("V100", ("Tesla V100-SXM2-16GB",), 125e12, 16_935_682_048, 898e9, 150e9, 6.25e9, float32=15.7e12),
     Chip("L4", ("NVIDIA L4",), 121e12, 22.03 * GiB, 300e9, 32e9, CARD),
@@ -133,12 +140,14 @@ def chip_of(device_kind):
     return next((chip for chip in KNOWN if device_kind in chip.jax_names), None)
 
 
-def in_float32_only(device_kind):
-    """The name of a device, for messages, if XLA multiplies on it in float32 only; "" for others and unknown ones."""
+def best_dtype(device_kind):
+    """(name of a device, for messages; the --model_dtype in which XLA multiplies fastest on it). An unknown one has no
+    name, and bfloat16."""
     if device_kind == "cpu":
-        return "" if platforms.cpu_has_bfloat16() else f"this CPU, with jax {version('jax')},"
+        dtype = "bfloat16" if platforms.cpu_has_bfloat16() else "float32"
+        return f"this CPU, with jax {version('jax')},", dtype
     chip = chip_of(device_kind)
-    return chip.name if chip and chip.float32 else ""
+    return (chip.name, chip.dtype) if chip else ("", "bfloat16")
 
 
 def parse_machine(name):

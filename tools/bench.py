@@ -91,6 +91,7 @@ def facts_of(cfg, mesh, step):
         devices=mesh.size,
         tokens_per_step=tokens_per_step(cfg),
         flops_per_token=model.flops_per_token(cfg),
+        model_dtype=cfg.model.model_dtype,
         compiler_bytes=used.argument_size_in_bytes + used.temp_size_in_bytes + new_outputs,
     )
 
@@ -200,7 +201,8 @@ def row(name, facts, speeds, first, peak):
     speed, per_cpu_second = speeds
     mfu = None
     if chip := chips.chip_of(facts["device"]):
-        mfu = quartiles(speed * facts["flops_per_token"] / chip.used_peak / facts["devices"])
+        peak = chip.peak_in(facts["model_dtype"]) * facts["devices"]
+        mfu = quartiles(speed * facts["flops_per_token"] / peak)
     return facts | dict(
         name=name,
         rounds=len(speed),

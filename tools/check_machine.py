@@ -76,8 +76,8 @@ def presets_that_fit(devices):
     found = []
     for name in ["tiny"] if devices[0].platform == "cpu" else PRESETS:
         cfg = preset(name)
-        if machine.chip.float32:
-            cfg = utils.replace(cfg, model_dtype="float32")
+        if cfg.model.model_dtype == "bfloat16":
+            cfg = utils.replace(cfg, model_dtype=machine.chip.dtype)
         # a preset that does not divide over these devices is left out
         with contextlib.suppress(UserError):
             cfg = shrink_batch(settle.validate(cfg, len(devices)), machine)

@@ -31,7 +31,7 @@ class Options:
     T: int = 0
     """Tokens of a sequence: of a window of text, or of a prompt with its continuation. 0: the length that the model was
     trained with or, if it was imported, was made for. Rotary models accept more; GPT-2 has no positions beyond."""
-    model_dtype: Literal["bfloat16", "float32"] | None = None
+    model_dtype: Literal["bfloat16", "float16", "float32"] | None = None
     """Type of activations and matrices; None: the one in which the model was trained."""
     start: Literal["auto", "end_of_text", "nothing"] = "auto"
     """What precedes a prompt, or a question of --tasks that has a context: the end-of-text token, or nothing. auto:

@@ -67,6 +67,7 @@ def orthogonalize(cfg, mesh):
     Each matrix becomes about orthogonal, times 0.2 sqrt(max(inputs, outputs)) (arXiv:2502.16982, equation 4).
     """
     table = hidden_params(cfg)
+    is_half = cfg.model.model_dtype == "float16"
     specs = [p.spec for p in table]
     dtype = jnp.dtype(cfg.model.model_dtype)
     local = functools.partial(
@@ -76,9 +77,16 @@ def orthogonalize(cfg, mesh):
 
     def update(momentum, params):
         leaves, tree = jax.tree.flatten(momentum)
+        if is_half:  # whose range a momentum may be below; its size does not matter
+            leaves = [x / (root_mean_square(x) + EPS) for x in leaves]
         return jax.tree.unflatten(tree, on_mesh(leaves))
 
     return optax.stateless(update)
+
+
+def root_mean_square(x):
+    """That of all numbers of x, float32 []."""
+    return jnp.sqrt(jnp.mean(jnp.square(x)))
 
 
 def hidden_params(cfg):
@@ -119,9 +127,13 @@ def newton_schulz(x):
     least 0.003 of the matrix's norm become 0.7 to 1.2. Zero rows and columns, such as padding, stay zero and do not
     affect the rest."""
     wide = x.shape[1] <= x.shape[2]
-    squares = jnp.sum(jnp.square(x), (1, 2), jnp.float32, keepdims=True)
-    norm = jnp.sqrt(squares)
-    scale = (1 / (norm + EPS)).astype(x.dtype)
+    is_half = x.dtype == jnp.float16
+    wider = x.astype(jnp.float32) if is_half else x  # float16 has no room for squares
+    squares = jnp.sum(jnp.square(wider), (1, 2), jnp.float32, keepdims=True)
+    inverse = 1 / (jnp.sqrt(squares) + EPS)
+    scale = inverse.astype(x.dtype)
+    if is_half:  # nor for X X^T before the division
+        x, scale = (inverse * wider).astype(x.dtype), 1
     for a, b, c in COEFFICIENTS:
         # X X^T or X^T X, whichever is smaller; the polynomial is the same with both.
         products = "nrc,nsc->nrs" if wide else "nrc,nrd->ncd"

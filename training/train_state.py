@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import model
 from architectures import parameters
+from training import loss_scale
 
 
 class TrainState(NamedTuple):
@@ -19,6 +20,22 @@ class TrainState(NamedTuple):
     opt_state: Any
     step: jax.Array  # int32 []
     key: jax.Array  # uint32 [2], the random key of dropout
+
+
+class ScaledState(NamedTuple):
+    """The `TrainState` of a float16 run. It is a class of its own, since Orbax would also store that others have no
+    scale, and then read no checkpoint that does not say so."""
+
+    params: Any
+    opt_state: Any
+    step: jax.Array
+    key: jax.Array
+    scale: loss_scale.LossScale
+
+
+def with_scale(cfg, state, scale):
+    """`TrainState`, or in a float16 run the `ScaledState` with the scale that `scale()` makes."""
+    return ScaledState(*state, scale()) if loss_scale.is_needed(cfg) else state
 
 
 def abstract_params(cfg, mesh):
@@ -67,7 +84,12 @@ def abstract_state(cfg, mesh, optimizer):
     )
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
     key = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=replicated)
-    return TrainState(params, opt_state, step, key)
+
+    def scale():
+        shapes = jax.eval_shape(loss_scale.first)
+        return jax.tree.map(lambda leaf: leaf.update(sharding=replicated), shapes)
+
+    return with_scale(cfg, TrainState(params, opt_state, step, key), scale)
 
 
 def arranger(cfg, abstract):
@@ -94,7 +116,8 @@ def init_state(cfg, abstract, optimizer, params=None):
         init_key, key = jax.random.split(jax.random.key(seed))
         params = params or parameters.init_params(model.param_table(cfg), init_key)
         opt_state = optimizer.init(params)
-        return TrainState(params, opt_state, jnp.int32(0), jax.random.key_data(key))
+        state = TrainState(params, opt_state, jnp.int32(0), jax.random.key_data(key))
+        return with_scale(cfg, state, loss_scale.first)
 
     shardings = jax.tree.map(lambda s: s.sharding, abstract)
     return jax.jit(init, out_shardings=shardings, donate_argnums=0)(params, cfg.run.seed)

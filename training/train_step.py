@@ -18,9 +18,9 @@ import collectives
 import model
 import utils
 from architectures import architecture_of
+from training import loss_scale
 from training.optimizer import HYPERPARAMETERS, learning_rate, make_optimizer
 from training.sizes import batch_shape
-from training.train_state import TrainState
 
 
 def make_train_step(cfg, mesh):
@@ -31,21 +31,27 @@ def make_train_step(cfg, mesh):
 
     Gradients are averaged over the accumulation in float32. Only the loss is inside shard_map: gradient, clipping and
     optimizer see global arrays. A bad step, whose loss or gradient is not finite, changes nothing but `state.step`, by
-    which the learning rate is found.
+    which the learning rate is found, and in float16 the loss scale.
     """
 
     arch = architecture_of(cfg)
+    is_scaled = loss_scale.is_needed(cfg)
 
     def train_step(state, tokens, targets, numbers):
         # From here on the configuration holds the step's inputs, traced arrays, in place of its numbers.
         now = utils.replace(cfg, **numbers)
-        gradient = jax.value_and_grad(model.make_loss(now, mesh, train=True), has_aux=True)
+        loss = model.make_loss(now, mesh, train=True)
+        if is_scaled:
+            loss = loss_scale.scaled(loss, state.scale)
+        gradient = jax.value_and_grad(loss, has_aux=True)
         # With jit it is traced only once, although it is used twice: for its shapes and for its values. With inline the
         # compiled program is the same as without jit.
         gradient = jax.jit(gradient, inline=True)
         optimizer = make_optimizer(now, mesh)
         rate = learning_rate(now.optimizer, state.step)
         (loss, seen), grads = accumulate_gradient(gradient, state, tokens, targets)
+        if is_scaled:
+            loss, grads = loss_scale.unscaled((loss, grads), state.scale)
         with jax.named_scope("optimizer"):
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params, rate=rate)
             params = optax.apply_updates(state.params, updates)
@@ -56,7 +62,11 @@ def make_train_step(cfg, mesh):
             choose = functools.partial(jnp.where, is_sound)
             params, opt_state = jax.tree.map(choose, (params, opt_state), before)
         metrics = step_metrics(cfg, loss, seen, rate, norm)
-        return TrainState(params, opt_state, state.step + 1, state.key), metrics
+        after = state._replace(params=params, opt_state=opt_state, step=state.step + 1)
+        if is_scaled:
+            metrics[loss_scale.NAME] = state.scale.value
+            after = after._replace(scale=loss_scale.next_scale(state.scale, loss, norm))
+        return after, metrics
 
     return train_step
 
