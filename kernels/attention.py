@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels import flash
+from kernels import flash, products
 
 # Numbers of queries and of keys in a block of splash. The largest that divides T is the fastest; 128 is its least.
 SPLASH_BLOCKS = (512, 256, 128)
@@ -37,7 +37,8 @@ def attend(q, k, v, position, start):
         q = q.reshape(B, H // group, group * T, K)
         start = None if start is None else jnp.tile(start, group)
         return attend(q, k, v, jnp.tile(position, group), start).reshape(B, H, T, -1)
-    scores = jnp.einsum("bhtk,bhsk->bhts", q, k, preferred_element_type=jnp.float32)
+    einsum = jnp.einsum if q.dtype == jnp.float32 else products.einsum_in_float32
+    scores = einsum("bhtk,bhsk->bhts", q, k)
     seen = jnp.arange(k.shape[-2]) <= position[:, None, :, None]  # [B or 1, 1, T, T_k]
     if start is not None:
         seen &= jnp.arange(k.shape[-2]) >= start[:, None, :, None]
@@ -45,9 +46,7 @@ def attend(q, k, v, position, start):
     # The softmax divides after the sum over values: on T x K_v numbers instead of T x T_k.
     largest = lax.stop_gradient(scores.max(-1, keepdims=True))
     weights = jnp.exp(scores - largest)
-    out = jnp.einsum(
-        "bhts,bhsk->bhtk", weights.astype(q.dtype), v, preferred_element_type=jnp.float32
-    )
+    out = einsum("bhts,bhsk->bhtk", weights.astype(q.dtype), v)
     return (out / weights.sum(-1, keepdims=True)).astype(q.dtype)
 
 

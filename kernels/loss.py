@@ -129,7 +129,8 @@ def _cross_entropy_forward(x, embedding, targets, vocab_size, chunk):
     # the logits until then.
     total, dx, d_embedding = lax.optimization_barrier((total, dx, d_embedding))
     dx = dx.swapaxes(1, 2).reshape(x.shape)
-    return total, (dx, d_embedding, jnp.zeros(0, x.dtype))
+    like = jnp.zeros(0, x.dtype)  # only for its type, which the gradients must have in the end
+    return total, (dx, d_embedding, like)
 
 
 def _cross_entropy_backward(vocab_size, chunk, gradients, g):

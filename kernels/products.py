@@ -1,4 +1,4 @@
-"""Products of activations and weights, whose gradients are products too."""
+"""Products whose gradients are products of arrays as they are, in their types."""
 
 import functools
 
@@ -31,3 +31,29 @@ def _einsum_backward(spec, operands, g):
 
 
 einsum.defvjp(_einsum_forward, _einsum_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def einsum_in_float32(spec, a, b):
+    """`jnp.einsum(spec, a, b)` with a float32 result, for shorter types of a and b.
+
+    Its gradients multiply in those types, to which the gradient of the result is rounded first. jax's own would
+    multiply in float32: a tenth of a step of `gpt2-124m` on a T4, by the GPU compiler.
+    """
+    return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)
+
+
+def _in_float32_forward(spec, a, b):
+    return einsum_in_float32(spec, a, b), (a, b)
+
+
+def _in_float32_backward(spec, operands, g):
+    a, b = operands
+    a_dims, b_dims, g_dims = spec.replace("->", ",").split(",")
+    g = g.astype(a.dtype)
+    da = jnp.einsum(f"{g_dims},{b_dims}->{a_dims}", g, b)
+    db = jnp.einsum(f"{g_dims},{a_dims}->{b_dims}", g, a)
+    return da, db
+
+
+einsum_in_float32.defvjp(_in_float32_forward, _in_float32_backward)

@@ -47,9 +47,8 @@ class Chip(NamedTuple):
     clock: float = 0.0  # Hz of the cycles that the TPU compiler counts; 0: a GPU
     dims: int = 2  # number of dims of a TPU slice's topology
     cores: int = 1  # jax devices on a TPU chip
-    float32: float = (
-        0.0  # FLOP/s in float32, in which a chip without bfloat16 multiplies it; 0: it has bfloat16
-    )
+    # FLOP/s in float32, in which XLA multiplies bfloat16 on a chip without it; 0: the chip has it.
+    float32: float = 0.0
     # Whether its compiler computes operands inside products, which saves memory traffic.
     fuses: bool = False
 
