@@ -21,7 +21,6 @@ def check(cfg):
     only = architectures.flags_without_choice(name)
     compare(cfg, only, only.keys(), "{architecture} has no such choice, only", architecture=name)
     architectures.architecture(name).check(cfg)
-    check_dtype(cfg)
     check_attention(cfg)
     check_experts(cfg.model)
     check_schedule(cfg.optimizer)
@@ -61,15 +60,6 @@ def check_multiples(cfg):
         )
 
 
-def check_dtype(cfg):
-    """Raises UserError for float16 on TPUs. GPUs and CPUs may all have it: a run that began on a T4 can be resumed and
-    sampled from on what is there, and a CPU, on which it is slow, can try it."""
-    dtype = cfg.model.model_dtype
-    if dtype == "float16" and platform_of(cfg) == "tpu":
-        said = "TPUs do not multiply in it; give bfloat16, which needs no loss scale"
-        raise UserError(said, flag="model_dtype", value=dtype)
-
-
 def check_attention(cfg):
     """Raises UserError where there is no such attention kernel, or it does not run this model or on these devices."""
     from kernels import attention  # here: it imports jax, which parsing does without
@@ -95,6 +85,13 @@ def check_attention(cfg):
             f"has {channels}; auto takes the best that fits",
             flag="attention",
             value=name,
+        )
+    if not kernel.takes(cfg.model.model_dtype):
+        raise UserError(
+            f"multiplies in {' and '.join(kernel.dtypes)}, not in {{model_dtype}}; auto takes the best that does",
+            flag="attention",
+            value=name,
+            model_dtype=cfg.model.model_dtype,
         )
     if platform_of(cfg) not in kernel.platforms:
         there = ", ".join(kernel.platforms)

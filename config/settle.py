@@ -34,11 +34,18 @@ def of_weights(flags, found):
 
 
 def model_dtype(flags, found):
-    """On a device without products in bfloat16 the type in which it multiplies fastest, float16 or float32."""
-    _, best = chips.best_dtype(found.device_kind)
-    if "model_dtype" in found.stored or flags.cfg.model.model_dtype != "bfloat16":
+    """On a device without products in bfloat16 the type in which it multiplies fastest, float16 or float32. Raises
+    UserError for a new run in float16 on TPUs, where XLA converts each number; a run that began so may be resumed there
+    and sampled from. A CPU may always try it, and other GPUs have it."""
+    now = flags.cfg.model.model_dtype
+    if "model_dtype" in found.stored:
         return {}
-    return dict(model_dtype=best)
+    chip = chips.chip_of(found.device_kind)
+    if now == "float16" and chip and chip.platform == "tpu":
+        said = f"{chip.name} does not multiply in it; give bfloat16, which needs no loss scale"
+        raise UserError(said, flag="model_dtype", value=now)
+    _, best = chips.best_dtype(found.device_kind)
+    return dict(model_dtype=best) if now == "bfloat16" else {}
 
 
 def tell_dtype(flags, settled, found):

@@ -120,10 +120,16 @@ class Kernel(NamedTuple):
     products: dict
     multiple: int = 1  # of which T must be a multiple
     channels: float = math.inf  # that a key and a value may have together
+    dtypes: tuple[str, ...] = ()  # in which it multiplies, of --model_dtype; (): all
+
+    def takes(self, dtype):
+        """Whether it multiplies in a --model_dtype."""
+        return not self.dtypes or dtype in self.dtypes
 
     def fits(self, m):
         """Whether it computes the attention of a utils.Model."""
-        return m.T % self.multiple == 0 and channels(m) <= self.channels
+        has_room = m.T % self.multiple == 0 and channels(m) <= self.channels
+        return has_room and self.takes(m.model_dtype)
 
 
 # Products of kernels that are plain operations, whose calls have no name in a compiled program.
@@ -140,6 +146,7 @@ ATTENTION = {
         score_share=lambda m: causal_share(m.T, splash_block(m.T)),
         products={"splash_mha_fwd": (1, 1), "splash_mha_dq": (2, 1), "splash_mha_dkv": (2, 2)},
         multiple=min(SPLASH_BLOCKS),
+        dtypes=("bfloat16", "float32"),  # Mosaic has no float16
     ),
     "flash": Kernel(
         flash.flash_attention,

@@ -321,7 +321,7 @@ def last_queries(start):
 
 
 def flash_attention(q, k, v, position, start):
-    """`attention.attend` of whole sequences in bfloat16 or float32. T is a multiple of OWN; `start` never decreases."""
+    """`attention.attend` of whole sequences, in any --model_dtype. T is a multiple of OWN; `start` never decreases."""
 
     def padded(array):
         array = array.swapaxes(1, 2)

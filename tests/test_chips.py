@@ -5,7 +5,7 @@ import os
 from unittest import mock
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, refusal
 
 import dev.machines
 import utils
@@ -25,7 +25,12 @@ def test_a_device_is_one_chip():
     assert len(kinds) == len(set(kinds))
     for chip in chips.KNOWN:
         assert all(chips.chip_of(kind) is chip for kind in chip.jax_names)
-        assert chip.peak >= chip.speed > 0 and chip.memory > 7e9 and chip.bandwidth and chip.link
+        assert (
+            chip.peak >= chip.speed_in(chip.dtype) > 0
+            and chip.memory > 7e9
+            and chip.bandwidth
+            and chip.link
+        )
     assert {name for name, chip in chips.CHIPS.items() if chip.gpu} == gpus.SPECS.keys()
     others = "cpu", "NVIDIA L40S", "NVIDIA H200 MIG 1g.18gb", "TPU v9"  # begin as known ones
     assert not any(map(chips.chip_of, others))
@@ -34,8 +39,9 @@ def test_a_device_is_one_chip():
 @pytest.mark.parametrize(
     "chip, given, dtype, said",
     [
-        ("T4", [], "float32", "the model is float32 too"),
-        ("V100", [], "float32", "the model is float32 too"),
+        ("T4", [], "float16", "the model is float16, with a loss scale"),
+        ("V100", [], "float16", "the model is float16, with a loss scale"),
+        ("P100", [], "float32", "the model is float32 too"),
         ("T4", ["model_dtype"], "bfloat16", "saves memory here, no time"),
         ("L4", [], "bfloat16", ""),
         ("unknown", [], "bfloat16", ""),
@@ -58,6 +64,30 @@ def test_the_dtype_of_a_chip(capsys, monkeypatch, chip, given, dtype, said):
         assert cfg.model.model_dtype == dtype
 
 
+def test_float16_is_refused_to_new_runs_on_tpus_alone(capsys):
+    flags = Flags(utils.replace(presets.preset("gpt2-124m"), model_dtype="float16"), frozenset())
+    stored = utils.flatten(flags.cfg)
+
+    def dtype_on(name, **found):
+        kind = chips.CHIPS[name].jax_name if name in chips.CHIPS else name
+        return settle.settle_model(flags, Found(1, device_kind=kind, **found)).cfg.model.model_dtype
+
+    said = "--model_dtype float16: v5e does not multiply in it; give bfloat16"
+    refusal(lambda: dtype_on("v5e"), said)
+    others = dict(A100="in bfloat16", P100="in float32", cpu="in float32", T4="", unknown="")
+    for name, better in others.items():
+        assert dtype_on(name) == "float16"
+        out = capsys.readouterr().out
+        assert bool(out) == bool(better)
+        if name != "cpu":  # which may have bfloat16
+            assert (
+                f"is no faster in float16 than {better}, which needs no loss scale" in out
+                or not out
+            )
+    assert dtype_on("v5e", stored=stored) == dtype_on("A100", stored=stored) == "float16"
+    assert not capsys.readouterr().out
+
+
 BATCH = dict(preset="gpt2-124m", train_batch_size=8, val_batch_size=8, microbatches=8)
 
 
@@ -66,7 +96,7 @@ def test_formulas_plan_for_every_chip(planned, name, chip):
     a = planned("--by_formulas", plan=MACHINES[name], **BATCH)
     assert a["devices"] == (1 if chip.gpu else 4 * chip.cores)
     assert a["memory"]["limit"] == chip.memory and 0 < a["mfu"] < 1
-    assert a["seconds"]["step"] > a["flops"]["program"] / chip.speed
+    assert a["seconds"]["step"] > a["flops"]["program"] / chip.speed_in(chip.dtype)
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason='pip install "jax[tpu]"')

@@ -69,6 +69,13 @@ def output_and_gradients(kernel, q, k, v, g, start):
     return [np.float32(a) for a in run(q, k, v)]
 
 
+def assert_rounded(exact, rounded, digits):
+    """Arrays agree but for rounding to that many binary digits."""
+    assert furthest(exact, rounded)[0] < 2 ** (1 - digits)
+    for a, b in zip(exact, rounded):
+        assert np.square(a - b).mean() < 4**-digits * np.square(a).mean()
+
+
 @pytest.mark.parametrize(
     "shape, documents", [(s, True) for s in SHAPES] + [(s, False) for s in SHAPES[::3]]
 )
@@ -78,10 +85,16 @@ def test_output_and_gradients_equal_those_of_xla(shape, documents, interpreted):
     long = [a.astype(jnp.float32) for a in short]
     exact = output_and_gradients("xla", *long, start)
     assert furthest(exact, output_and_gradients("flash", *long, start))[0] < 1e-5
-    rounded = output_and_gradients("flash", *short, start)
-    assert furthest(exact, rounded)[0] < 2**-7
-    for a, b in zip(exact, rounded):
-        assert np.square(a - b).mean() < 2**-16 * np.square(a).mean()  # bfloat16 has 8 digits
+    assert_rounded(exact, output_and_gradients("flash", *short, start), 8)
+
+
+@pytest.mark.parametrize("kernel", ["xla", "blockwise", "flash"])
+@pytest.mark.parametrize("dtype, digits", [("bfloat16", 8), ("float16", 11)])
+def test_kernels_in_short_types_round_no_more_than_these_do(kernel, dtype, digits, interpreted):
+    shape = (2, 3, 128, 48, 32)
+    start, short = document_starts(2, 128), inputs(shape, dtype)
+    exact = output_and_gradients("xla", *(a.astype(jnp.float32) for a in short), start)
+    assert_rounded(exact, output_and_gradients(kernel, *short, start), digits)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +193,11 @@ def compiled_for(kind, K, V, dtype, **options):
 @gpu_compiler
 @pytest.mark.parametrize(
     "shape, kind",
-    [*itertools.product(head_shapes(), ["A100", "H100"]), ((192, 128, "bfloat16"), "B200")],
+    [
+        *itertools.product(head_shapes(), ["A100", "H100"]),
+        ((192, 128, "bfloat16"), "B200"),
+        ((192, 128, "float16"), "A100"),
+    ],
 )
 def test_heads_of_all_presets_compile(shape, kind):
     assert compiled_for(kind, *shape).count("xla.gpu.triton") == 3

@@ -51,7 +51,7 @@ def deepseek(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", FLAGS)
-def test_round_trip_is_bitwise_and_bfloat16_rounds(name, tmp_path):
+def test_round_trip_is_bitwise_and_short_types_round(name, tmp_path):
     cfg, run, folder = exported_run(tmp_path, FLAGS[name])
     tensors = load_file(folder / "model.safetensors")
     # shared experts of width 0, which transformers would miss
@@ -62,9 +62,10 @@ def test_round_trip_is_bitwise_and_bfloat16_rounds(name, tmp_path):
     hf.export(str(tmp_path / "imported"), str(tmp_path / "again"))
     again = (tmp_path / "again/model.safetensors").read_bytes()
     assert again == (folder / "model.safetensors").read_bytes()
-    hf.export(str(run), str(tmp_path / "half"), "bfloat16")
-    rounded = jax.tree.map(lambda x: x.astype(jax.numpy.bfloat16).astype(np.float32), before)
-    assert same(rounded, params_of(tmp_path / "half", cfg))
+    for dtype in ("bfloat16", "float16"):
+        hf.export(str(run), str(tmp_path / dtype), dtype)
+        rounded = jax.tree.map(lambda x: x.astype(dtype).astype(np.float32), before)
+        assert same(rounded, params_of(tmp_path / dtype, cfg))
 
 
 def test_a_folder_of_several_files_loads_as_one_does(deepseek, tmp_path):

@@ -335,6 +335,31 @@ def test_cross_entropy_and_its_gradient(passes, monkeypatch):
         assert np.allclose(ours, 3 * theirs, atol=1e-4)
 
 
+def test_the_gradient_of_the_loss_in_float16_keeps_unlikely_tokens_and_many_of_them():
+    """Probabilities that float16 rounds to 0, and a sum over tokens that it cannot hold; to its 11 digits."""
+    rng = np.random.default_rng(0)
+    x = np.float16(np.abs(rng.standard_normal((2048, 8))) + 8)  # so that rows add up
+    table = np.float16(0.1 * rng.standard_normal((128, 8)))
+    table[:20] -= 0.3  # 1e-9 of the probability
+    targets = np.full(2048, 50)
+
+    def gradients(dtype, weight):
+        def mean(x, table):
+            return weight * loss.cross_entropy(x, table, targets, 128, 512)
+
+        return jax.jit(jax.grad(mean, (0, 1)))(x.astype(dtype), table.astype(dtype))
+
+    scale = 2.0**16 / 2048
+    exact = [np.asarray(g) / scale for g in gradients(np.float32, scale)]
+    rounded = [np.asarray(g, np.float32) / scale for g in gradients(np.float16, scale)]
+    largest = np.abs(exact[1]).max(1)
+    assert 0 < largest[:20].max() < 2048 * 16 * 3e-8 and largest.max() > 2048 * 16 / 2
+    for right, found in zip(exact, rounded):
+        assert np.isfinite(found).all()
+        off = np.abs(found - right).max(1) / np.abs(right).max(1)
+        assert off.max() < 2**-6, off.max()
+
+
 def test_a_batch_of_more_choices_than_int32_counts():
     cfg = small_config()
     shape = 1, 2**25, 32  # 2**30 tokens, each of which makes two choices in every block
@@ -433,11 +458,11 @@ def test_decoding_with_a_cache_gives_the_scores_of_the_full_forward_pass(flags):
 
 
 @pytest.mark.parametrize("name", DECODED)
-def test_decoding_in_bfloat16_is_near_float32(name):
+def test_decoding_in_short_types_is_near_float32(name):
     """Prefill and a step, for one sequence and for several: the shapes that a CPU must multiply in bfloat16."""
     flags = DECODED[name] | dict(blocks=1, layers_per_block=1)
     ids, all_logits = np.random.default_rng(0).integers(0, 250, (4, 9)).astype(np.int32), []
-    for dtype, rows in [("float32", 4), ("bfloat16", 4), ("bfloat16", 1)]:
+    for dtype, rows in [("float32", 4), ("bfloat16", 4), ("bfloat16", 1), ("float16", 4)]:
         decode, params, empty = decoder(small_config(model_dtype=dtype, **flags))
         at = functools.partial(np.full, rows)
         _, cache = decode(params, ids[:rows, :8], empty(rows), at(0), at(7))

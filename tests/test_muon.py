@@ -23,8 +23,8 @@ DEEPSEEK = dict(n_experts=2, first_layers=1, layers_per_block=1)
 
 
 @functools.cache
-def updated(mesh_shape, **flags):
-    """(parameters after three updates by random gradients, those gradients shaped as on one device)."""
+def updated(mesh_shape, size=1.0, **flags):
+    """(parameters after three updates by random gradients of about `size`, those gradients shaped as on one device)."""
     muon_flags = dict(optimizer="muon", muon_momentum=0.8, weight_decay=0.5, grad_clip_norm=1e9)
     cfg = small_config(mesh_shape, **muon_flags, **flags)
     mesh, start = make_mesh(cfg), first_params(**on_one_device(flags))
@@ -42,7 +42,12 @@ def updated(mesh_shape, **flags):
         return jax.lax.scan(update, (params, optimizer.init(params)), (stacked, rates))[0][0]
 
     rng = np.random.default_rng(0)
-    draw = functools.partial(jax.tree.map, lambda x: rng.standard_normal(x.shape, np.float32))
+
+    def draw(tree):
+        return jax.tree.map(
+            lambda x: np.float32(size) * rng.standard_normal(x.shape, np.float32), tree
+        )
+
     gradients = [draw(start) for _ in range(3)]
     params = train(*(spread(tree, cfg, mesh) for tree in (start, *gradients)))
     return jax.tree.map(np.asarray, params), gradients
@@ -61,6 +66,13 @@ SPREAD = {
 def test_updates_on_a_mesh_are_those_of_one_device(mesh, flags):
     params, _ = updated((1, 1, 1), **on_one_device(flags))
     assert_same(params, updated(mesh, **flags)[0], 1e-4)
+
+
+def test_gradients_below_the_range_of_float16_make_the_same_updates():
+    flags = dict(blocks=1, layers_per_block=1)
+    exact, _ = updated((1, 1, 1), size=1e-9, **flags)
+    rounded, _ = updated((1, 1, 1), size=1e-9, model_dtype="float16", **flags)
+    assert_same(exact, rounded, 2**-6)
 
 
 def test_large_matrices_share_a_bucket():
@@ -86,12 +98,14 @@ def test_singular_values_become_about_one(shape):
     assert np.abs(after - np.diag(np.diag(after))).max() < 1e-3
 
 
-def test_singular_values_stay_bounded_in_bfloat16():
-    """Rounding can push the only one of a matrix of rank 1 beyond 1, where the polynomials grow fast."""
+@pytest.mark.parametrize("dtype, size", [("bfloat16", 1.0), ("float16", 1.0), ("float16", 300.0)])
+def test_singular_values_stay_bounded_in_short_types(dtype, size):
+    """Rounding can push the only one of a matrix of rank 1 beyond 1, where the polynomials grow fast. The squares of a
+    large matrix are beyond float16."""
     rng = np.random.default_rng(0)
     columns = rng.standard_normal((40, 96, 1))
     for rows in (rng.standard_normal((40, 1, 160)), rng.uniform(1, 2, (40, 1, 1)) * np.ones(160)):
-        found = muon.newton_schulz(jnp.asarray(columns * rows, jnp.bfloat16))
+        found = muon.newton_schulz(jnp.asarray(size * columns * rows, dtype))
         largest = np.linalg.svd(np.asarray(found, np.float32), compute_uv=False).max(1)
         assert np.all((0.7 < largest) & (largest < 1.25))
 

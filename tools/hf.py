@@ -250,8 +250,8 @@ class Options:
     """The run directory, or the folder to import, or hf://ORGANISATION/NAME of the Hugging Face hub."""
     target: str = argument()
     """The folder or run directory to write, or USER/NAME to push to."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type to store an export in; bfloat16 rounds."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type to store an export in; the others round."""
     public: bool = False
     """Make the repository that push creates visible to everyone."""
 

@@ -34,7 +34,7 @@ from training.optimizer import make_optimizer
 from training.run_checkpoints import RunCheckpoints
 
 # largest difference that counts as rounding, as a share of the largest number
-LIMITS = {"float32": 1e-4, "bfloat16": 2**-5}
+LIMITS = {"float32": 1e-4, "bfloat16": 2**-5, "float16": 2**-8}
 # With its own settings XLA compiles some models for minutes: on a CPU it optimizes, on a GPU it measures tile sizes.
 COMPILER = {"cpu": {"xla_backend_optimization_level": 0}, "gpu": {"xla_gpu_autotune_level": 0}}
 # the small preset of each architecture that has one
@@ -70,9 +70,12 @@ def draw(*shape):
 
 
 def check_kernel(kernel, plain, *inputs):
-    """Compare outputs and gradients of a kernel, in float32 and bfloat16, with those of `plain` in float32."""
+    """Compare outputs and gradients of a kernel with those of `plain` in float32: in each type, but on TPUs not in
+    float16, in which no new run is there."""
     found = []
     for dtype, limit in LIMITS.items():
+        if dtype == "float16" and jax.default_backend() == "tpu":
+            continue
         rounded = [jnp.asarray(x, dtype) for x in inputs]
         right = with_gradients(plain, *(x.astype(jnp.float32) for x in rounded))
         difference = compare({dtype: right}, {dtype: with_gradients(kernel, *rounded)}, limit)
