@@ -71,7 +71,7 @@ def draw(*shape):
 
 def check_kernel(kernel, plain, *inputs):
     """Compare outputs and gradients of a kernel with those of `plain` in float32: in each type, but on TPUs not in
-    float16, in which no new run is there."""
+    float16, in which no run begins there."""
     found = []
     for dtype, limit in LIMITS.items():
         if dtype == "float16" and jax.default_backend() == "tpu":
