@@ -89,8 +89,8 @@ def test_output_and_gradients_equal_those_of_xla(shape, documents, interpreted):
 
 
 @pytest.mark.parametrize("kernel", ["xla", "blockwise", "flash"])
-@pytest.mark.parametrize("dtype, digits", [("bfloat16", 8), ("float16", 11)])
-def test_kernels_in_short_types_round_no_more_than_these_do(kernel, dtype, digits, interpreted):
+@pytest.mark.parametrize("dtype, digits", [("bfloat16", 7), ("float16", 10)])
+def test_kernels_in_short_types_lose_one_of_their_digits(kernel, dtype, digits, interpreted):
     shape = (2, 3, 128, 48, 32)
     start, short = document_starts(2, 128), inputs(shape, dtype)
     exact = output_and_gradients("xla", *(a.astype(jnp.float32) for a in short), start)

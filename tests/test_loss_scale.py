@@ -105,7 +105,7 @@ def test_a_run_resumes_to_the_bit_with_its_scale(train, tmp_path, monkeypatch, c
     flags = dict(TINY, **HALF, max_bad_steps=2, save_steps=5, keep_checkpoints=9)
     assert train(**flags, name="whole", training_steps=30) == 0
     said = capsys.readouterr().out
-    assert "warning" not in said and "rollback" not in said
+    assert "its loss is" not in said and "rollback" not in said
     for end in (4, 22, 30):
         assert train(**flags, name="parts", training_steps=end) == 0
     runs = tmp_path / "runs"
@@ -119,10 +119,8 @@ def test_a_run_resumes_to_the_bit_with_its_scale(train, tmp_path, monkeypatch, c
     assert [row["loss_scale"] for row in metrics_of(runs / "parts")] == found
     whole, parts = (checkpoint_of(runs / name, 30) for name in ("whole", "parts"))
     assert_bitwise(whole, parts)
-    assert {key for key in whole if "scale" in key} == {
-        "['scale']['value']",
-        "['scale']['sound_steps']",
-    }
+    of_scale = {key for key in whole if key.startswith("['scale']")}
+    assert of_scale == {"['scale']['value']", "['scale']['sound_steps']"}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -130,13 +128,14 @@ def test_other_types_have_no_scale_in_steps_or_checkpoints(dtype, train, tmp_pat
     assert train(**TINY | dict(model_dtype=dtype, training_steps=1)) == 0
     run = tmp_path / "runs" / "run"
     metadata = json.loads((run / "checkpoints/1/state/_METADATA").read_text())
-    written = metadata["tree_metadata"].keys() | metrics_of(run)[0].keys()
-    assert written and not [name for name in written if "scale" in name]
+    fields = {path.split("'")[1] for path in metadata["tree_metadata"]}
+    assert fields == {"params", "opt_state", "step", "key"}
+    assert "loss_scale" not in metrics_of(run)[0]
 
 
 MESHES = [
-    ((8, 1, 1), dict(optimizer="muon", accumulation_steps=2, sequences=64)),
-    ((2, 2, 2), given("--fsdp full --pp_interleave 2 --optimizer muon")),
+    ((8, 1, 1), dict(optimizer="muon", accumulation_steps=2)),
+    ((2, 2, 2), given("--fsdp full --optimizer muon")),
     ((1, 2, 4), dict(ARCHITECTURES["qwen3"], **given("--sequence_parallel megatron"))),
 ]
 
@@ -144,7 +143,7 @@ MESHES = [
 @pytest.mark.parametrize("mesh, flags", MESHES, ids=mesh_id)
 def test_every_mesh_computes_the_same_but_for_rounding(mesh, flags):
     """After three steps, and what float32 computes; float16 has 11 digits, of which sums and Muon cost a few."""
-    flags = dict(blocks=4, layers_per_block=1) | flags
+    flags = dict(blocks=2, layers_per_block=1) | flags
     exact = three_steps((1, 1, 1), model_dtype="float32", **on_one_device(flags))
     for where in ((1, 1, 1), mesh):
         of_mesh = flags if where == mesh else on_one_device(flags)
