@@ -225,6 +225,35 @@ def timeline(text, seconds):
     return Program(text, dict(dp=2, pp=1, tp=1), 1)
 
 
+TWO_PRODUCTS = """HloModule step
+ENTRY %main (a: f16[8,4], b: f32[8,8]) -> f32[8,8] {
+  %a = f16[8,4] parameter(0)
+  %b = f32[8,8] parameter(1)
+  %short = f32[8,8] dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={1}
+  %long = f32[8,8] dot(%b, %short), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+"""
+
+
+def test_a_product_is_as_fast_as_the_type_of_its_factors(monkeypatch):
+    """On a T4, which multiplies eight times as fast in float16."""
+    counted, compute_seconds = [], Program.compute_seconds
+
+    def watched(program, flops, *rest):
+        counted.append(dict(flops))
+        return compute_seconds(program, flops, *rest)
+
+    monkeypatch.setattr(Program, "compute_seconds", watched)
+    found = Program(TWO_PRODUCTS, small_config(), machines.parse_machine("1xT4"))
+    short, long = 2 * 8 * 8 * 4, 2 * 8 * 8 * 8
+    assert [flops for flops in counted if flops] == [{"float16": short}, {"float32": long}]
+    assert found.flops == short + long
+    fast = found.compute_seconds({"float16": 1e12}, 0, 0, False)
+    slow = found.compute_seconds({"float32": 1e12}, 0, 0, False)
+    assert fast == pytest.approx(1 / (0.75 * 65), rel=1e-3)
+    assert slow == pytest.approx(1 / (0.75 * 8.1), rel=1e-3)
+
+
 def test_computation_hides_what_travels_meanwhile():
     """As a compiler for GPUs writes it."""
     text = (ROOT / "tests/program.hlo").read_text()
