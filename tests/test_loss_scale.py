@@ -133,9 +133,11 @@ def test_other_types_have_no_scale_in_steps_or_checkpoints(dtype, train, tmp_pat
     assert "loss_scale" not in metrics_of(run)[0]
 
 
+# A token whose choice of experts hangs by rounding may turn the whole step of a router's bias.
+NO_BIAS = dict(bias_update_rate=0.0, optimizer="muon")
 MESHES = [
-    ((8, 1, 1), dict(optimizer="muon", accumulation_steps=2)),
-    ((2, 2, 2), given("--fsdp full --optimizer muon")),
+    ((8, 1, 1), dict(NO_BIAS, accumulation_steps=2)),
+    ((2, 2, 2), dict(NO_BIAS, **given("--fsdp full"))),
     ((1, 2, 4), dict(ARCHITECTURES["qwen3"], **given("--sequence_parallel megatron"))),
 ]
 
