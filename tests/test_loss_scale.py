@@ -136,7 +136,7 @@ def test_other_types_have_no_scale_in_steps_or_checkpoints(dtype, train, tmp_pat
 # A token whose choice of experts hangs by rounding may turn the whole step of a router's bias.
 NO_BIAS = dict(bias_update_rate=0.0, optimizer="muon")
 MESHES = [
-    ((8, 1, 1), dict(NO_BIAS, accumulation_steps=2)),
+    ((8, 1, 1), dict(NO_BIAS, accumulation_steps=2, sequences=64)),
     ((2, 2, 2), dict(NO_BIAS, **given("--fsdp full"))),
     ((1, 2, 4), dict(ARCHITECTURES["qwen3"], **given("--sequence_parallel megatron"))),
 ]
