@@ -39,6 +39,7 @@ from utils import Config, Design, Plan, Run, replace
 # What the file of a run holds beside flags, and the flags that belong to one launch of it.
 NO_FLAGS = {"data_fingerprint", "commit", "encoding", "end_of_text", "eos_token_id", "config"}
 NO_FLAGS |= {"positions", "revision", "coordinator", "num_processes", "process_id", "design"}
+NO_FLAGS |= {"device_kind"}
 # What a run has of the machine that it ran on: its mesh, and how its batches were divided for that.
 OF_A_MACHINE = {"n_device_axis", "n_devices", "pp_interleave", "val_batch_size"}
 OF_A_MACHINE |= SPLIT - {"microbatch_size"}

@@ -211,9 +211,9 @@ RULES = MODEL_RULES + (
     ),
     Rule("val_batch_size", resume.stored_val_batch, "its losses are compared with earlier ones"),
     Rule(
-        "train_batch_size accumulation_steps microbatches microbatch_size",
+        "train_batch_size accumulation_steps microbatches microbatch_size remat",
         resume.stored_split,
-        "on the same mesh sums in the same order repeat a run to the bit",
+        "on the same devices sums in the same order repeat a run to the bit",
         is_final=True,
     ),
     Rule(
@@ -223,7 +223,7 @@ RULES = MODEL_RULES + (
         tell=little_text.tell,
     ),
     Rule(
-        "global_batch_size train_batch_size accumulation_steps microbatches",
+        "global_batch_size train_batch_size accumulation_steps microbatches remat",
         batch.divided,
         "a device holds activations of a microbatch",
         is_final=True,

@@ -877,6 +877,35 @@ def test_a_single_gpu_has_one_microbatch_as_large_as_fits():
     assert divided(words, device_kind="NVIDIA H200")["M"] == 32
 
 
+def test_a_single_gpu_computes_nothing_twice_where_it_has_room_for_a_full_microbatch():
+    """A resumed run keeps what it had on that kind of GPU, and is divided anew on another."""
+
+    def settled(words, sequences, kind="NVIDIA H200", **stored):
+        """(--remat, sequences of a microbatch) of a device that has room for so many, kept whole."""
+
+        def share(cfg):
+            d, is_kept = cfg.data, cfg.model.remat == "none"
+            return d.train_batch_size / d.microbatches / sequences / (1 if is_kept else 4)
+
+        found = Found(1, device_kind=kind, memory_share=share, stored=stored)
+        cfg = settle.settle(command_line.parse(words.split()), found)
+        stored = json.loads(json.dumps(utils.flatten(cfg)))
+        stored |= dict(data_fingerprint="x", device_kind=kind)
+        return (cfg.model.remat, cfg.data.train_batch_size // cfg.data.microbatches), stored
+
+    words = "--preset gpt2-124m"
+    large, of_large = settled(words, 120)
+    small, _ = settled(words, 12)
+    assert large == ("none", 120) and small == ("attention", 48)
+    assert settled(words, 120, kind="TPU v4")[0][0] == "attention"
+    assert settled(f"{words} --remat full", 120)[0] == ("full", 480)
+    assert settled(words, 12, **of_large)[0] == large
+    assert settled(words, 12, "Tesla T4", **of_large)[0] == small
+    assert settled(f"{words} --remat full", 12, **of_large)[0] == ("full", 120)
+    few, _ = settled(f"{words} --global_batch_size 8", 8)
+    assert few == ("none", 8)
+
+
 def test_a_mesh_that_cannot_share_the_batch_gets_a_sentence():
     words = "--preset moe-1.6b --n_device_axis 6 1 1"
     mesh = "which dp x pp = 6 of the mesh (dp, pp, tp) = (6, 1, 1) must divide"

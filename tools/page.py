@@ -100,7 +100,7 @@ RECENT = 100  # number of the last rows, from which the health of a run is deter
 LOSS = "loss/train_loss"
 # what config.json records of the machines, not of the training; the page shows it separately
 OF_MACHINES = SPLIT | {"val_batch_size", "n_device_axis", "n_devices", "pp_interleave"}
-OF_MACHINES |= {"num_processes", "data_fingerprint", "commit"}
+OF_MACHINES |= {"num_processes", "data_fingerprint", "commit", "device_kind"}
 OF_MACHINES |= utils.flags_with(per_process=True)
 # What a browser may do with an answer: run the page's own scripts and contact no server but this one. plotly needs the
 # exceptions: it draws heat maps as images with data: addresses, and sets style attributes.

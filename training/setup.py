@@ -142,6 +142,7 @@ def write_config(log, data, ends):
     config = utils.flatten(log.cfg) | {
         "data_fingerprint": data.fingerprint,
         "commit": installation.commit(),
+        "device_kind": jax.devices()[0].device_kind,
     }
     config["encoding"] = copy_tokenizer(log.folder, data.train.tokenizer)
     if ends:
