@@ -33,12 +33,15 @@ def divided(flags, found):
         cfg = replace(cfg, global_batch_size=size * dp * accumulation)
     total = cfg.data.global_batch_size
     check_global_batch(cfg, given, found.resumes)
+    steps = 0  # as many as it takes
     if is_size_given:
-        parts = cut_replica(cfg, given, total // dp // size)
+        steps = total // dp // size
     elif "accumulation_steps" in given:
-        parts = cut_replica(cfg, given, accumulation)
-    elif found.memory_share and is_one_gpu(cfg, found):
-        parts = fill_gpu(cfg, given, found.memory_share)
+        steps = accumulation
+    if found.memory_share and is_one_gpu(cfg, found):
+        parts = fill_gpu(cfg, given, steps, found.memory_share)
+    elif steps:
+        parts = cut_replica(cfg, given, steps)
     else:
         parts = fit_memory(cfg, given, found.memory_share)
     return dict(global_batch_size=total) | parts
@@ -50,20 +53,35 @@ def is_one_gpu(cfg, found):
     return chip is not None and chip.gpu and math.prod(cfg.run.n_device_axis) == 1
 
 
-def fill_gpu(cfg, given, memory_share):
-    """`fit_memory` of a single GPU: one microbatch, as large as its memory allows, since products of few tokens leave a
-    large GPU idle. Where FILLS_GPU tokens, or all of the batch, fit with --remat none, nothing is computed twice."""
-    total = cfg.data.global_batch_size
-    if "microbatch_size" not in given:
-        cfg = replace(cfg, microbatch_size=total)
+def fill_gpu(cfg, given, steps, memory_share):
+    """{flag: value} of a single GPU's sequences, in microbatches as large as its memory allows, since products of few
+    tokens leave a large GPU idle. Where FILLS_GPU tokens of one, or all of the batch, fit with --remat none, nothing is
+    computed twice. steps: of accumulation; 0: the fewest that fit."""
     if "remat" not in given:
         keeps_all = replace(cfg, remat="none")
-        parts = fit_memory(keeps_all, given, memory_share)
+        parts = largest_microbatches(keeps_all, given, steps, memory_share)
         tokens = parts["train_batch_size"] // parts["microbatches"] * cfg.model.T
-        is_full = tokens >= min(FILLS_GPU, total * cfg.model.T)
+        is_full = tokens >= min(FILLS_GPU, cfg.data.global_batch_size * cfg.model.T)
         if is_full and memory_share(replace(keeps_all, **parts)) <= 1:
             return parts | dict(remat="none")
-    return fit_memory(cfg, given, memory_share)
+    return largest_microbatches(cfg, given, steps, memory_share)
+
+
+def largest_microbatches(cfg, given, steps, memory_share):
+    """`fill_gpu` for one value of --remat."""
+    total = cfg.data.global_batch_size
+    if not steps:
+        if "microbatch_size" not in given:
+            cfg = replace(cfg, microbatch_size=total)
+        return fit_memory(cfg, given, memory_share)
+    sizes = divisors(total // steps)
+    if "microbatch_size" in given:
+        sizes = [cfg.data.microbatch_size]
+    for size in reversed(sizes):
+        parts = cut_replica(replace(cfg, microbatch_size=size), given, steps)
+        if memory_share(replace(cfg, **parts)) <= 1:
+            break
+    return parts
 
 
 def fit_memory(cfg, given, memory_share):

@@ -902,6 +902,10 @@ def test_a_single_gpu_computes_nothing_twice_where_it_has_room_for_a_full_microb
     assert settled(words, 12, **of_large)[0] == large
     assert settled(words, 12, "Tesla T4", **of_large)[0] == small
     assert settled(f"{words} --remat full", 12, **of_large)[0] == ("full", 120)
+    assert settled(f"{words} --train_batch_size 96", 50)[0] == ("none", 48)
+    assert settled(f"{words} --train_batch_size 96", 12)[0] == ("attention", 48)
+    assert settled(f"{words} --accumulation_steps 2", 12)[0] == ("attention", 48)
+    assert settled(f"{words} --train_batch_size 96 --microbatch_size 8", 50)[0] == ("attention", 8)
     few, _ = settled(f"{words} --global_batch_size 8", 8)
     assert few == ("none", 8)
 
