@@ -173,6 +173,8 @@ class Step:
     def measure_with(self, flag, value):
         """Measure the step with another value of one flag."""
         self.require_step()
+        if utils.flatten(self.cfg)[flag] == value:
+            raise Skipped("the step has it")
         cfg = with_flags(self.cfg, self.machine.n, **{flag: value})
         if not cfg:
             raise Skipped(f"{value} does not go with the other flags")
@@ -207,8 +209,7 @@ def checks_of(step):
     found["flag --microbatches"] = step.halve_microbatches
     for flag in ("remat", "fsdp"):
         for value in WAYS[flag]:
-            if value != utils.FIELDS[flag].default:
-                found[f"flag --{flag} {value}"] = partial(step.measure_with, flag, value)
+            found[f"flag --{flag} {value}"] = partial(step.measure_with, flag, value)
     return found
 
 
