@@ -2,8 +2,9 @@
 
 TPU and FUSED_TPU were fitted to the cycles and the peak memory that the TPU compiler reports of 31 train steps: `moe1b`
 and models like it with other widths, meshes, --remat and --fsdp. The GPU compiler reports no times. There, memory
-traffic was fitted to the bytes that the operations of 44 compiled steps read and write (`planning/program.py`), and
-memory to its peak in the same steps, with --remat none in four more. dev/log.md says how far off they are.
+traffic was fitted to the bytes that the operations of 44 compiled steps read and write (`planning/program.py`), that of
+logits and of --remat none to five later ones, and memory to its peak in the first, with --remat none in four more.
+dev/log.md says how far off they are.
 """
 
 from typing import NamedTuple
@@ -61,8 +62,8 @@ GPU = Fitted(
     weights=25.0,
     product_intermediates=0.14,
     product_weights=1.5,
-    logits=37.0,
-    kept=dict(full=9.6, attention=9.6, experts=9.6, dots=9.6, none=2.4),
+    logits=10.0,  # in float32 read twice, their gradient written in bfloat16
+    kept=dict(full=9.6, attention=9.6, experts=9.6, dots=9.6, none=1.0),
     logit_copies=1.44,
     layer_copies=1.3,
     layer_copies_kept=1.0,
