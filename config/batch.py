@@ -62,7 +62,7 @@ def fill_gpu(cfg, given, steps, memory_share):
         parts = largest_microbatches(keeps_all, given, steps, memory_share)
         tokens = parts["train_batch_size"] // parts["microbatches"] * cfg.model.T
         is_full = tokens >= min(FILLS_GPU, cfg.data.global_batch_size * cfg.model.T)
-        if is_full and memory_share(replace(keeps_all, **parts)) <= 1:
+        if is_full and checked_share(keeps_all, parts, memory_share) <= 1:
             return parts | dict(remat="none")
     return largest_microbatches(cfg, given, steps, memory_share)
 
@@ -79,9 +79,17 @@ def largest_microbatches(cfg, given, steps, memory_share):
         sizes = [cfg.data.microbatch_size]
     for size in reversed(sizes):
         parts = cut_replica(replace(cfg, microbatch_size=size), given, steps)
-        if memory_share(replace(cfg, **parts)) <= 1:
+        if checked_share(cfg, parts, memory_share) <= 1:
             break
     return parts
+
+
+def checked_share(cfg, parts, memory_share):
+    """`memory_share` of `cfg` with these parts. The formulas take for granted that all fits together, so that is
+    checked before. Raises UserError."""
+    cfg = replace(cfg, **parts)
+    check(cfg)
+    return memory_share(cfg)
 
 
 def fit_memory(cfg, given, memory_share):
@@ -100,11 +108,7 @@ def fit_memory(cfg, given, memory_share):
             if tried:
                 break
             raise
-        share = 0
-        if memory_share:
-            candidate = replace(cfg, **parts)
-            check(candidate)  # the formulas take for granted that all fits together
-            share = memory_share(candidate)
+        share = checked_share(cfg, parts, memory_share) if memory_share else 0
         tried.setdefault(share, parts)
         if share <= 1:
             return parts
