@@ -492,8 +492,9 @@ def test_storage_that_fails_is_tried_for_a_minute_and_that_is_said(monkeypatch, 
     assert len(tries) >= 3 and tries[-1] < 70, "no try begins later than a minute"
     lines = capsys.readouterr().err.splitlines()
     assert "warning: gs://bucket/x (OSError: no network): trying again" in lines
-    # The thread that watches may wake within a try, and says so in its own words.
-    assert len(lines) >= 3 and all(line.startswith("warning: gs://bucket/x") for line in lines)
+    # The thread that watches may wake within a try, and says so in its own words. Its sleep moves the same clock, so on
+    # a busy machine the minute may be over after three tries, of which two are tried again.
+    assert len(lines) >= 2 and all(line.startswith("warning: gs://bucket/x") for line in lines)
     with pytest.raises(OSError):
         files.persist(fails, "/local")
     refusal(lambda: files.read_file("foo://x"), "foo://x: is no address that can be used (")
