@@ -109,12 +109,15 @@ def stored_val_batch(flags, found):
 
 
 def stored_split(flags, found):
-    """{flag: value} of the batch divided as before, and of --remat, on the mesh of before, unless flags say how: sums in
-    another order differ in the last bit. Another kind of device may have less memory, and has other bits anyway."""
+    """{flag: value} of the batch divided as before, and of --remat, on the mesh of before, unless flags say how: sums
+    in another order differ in the last bit. Another kind of device may have less memory, and has other bits anyway."""
     if not found.resumes or flags.given & SPLIT:
         return {}
     here = flags.cfg.run.n_device_axis, found.device_kind
-    before = tuple(found.stored["n_device_axis"]), found.stored.get("device_kind", found.device_kind)
+    before = (
+        tuple(found.stored["n_device_axis"]),
+        found.stored.get("device_kind", found.device_kind),
+    )
     if here != before:
         return {}
     kept = (SPLIT | {"remat"}) - flags.given
