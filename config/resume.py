@@ -114,10 +114,8 @@ def stored_split(flags, found):
     if not found.resumes or flags.given & SPLIT:
         return {}
     here = flags.cfg.run.n_device_axis, found.device_kind
-    before = (
-        tuple(found.stored["n_device_axis"]),
-        found.stored.get("device_kind", found.device_kind),
-    )
+    kind = found.stored.get("device_kind", found.device_kind)
+    before = tuple(found.stored["n_device_axis"]), kind
     if here != before:
         return {}
     kept = (SPLIT | {"remat"}) - flags.given

@@ -120,9 +120,8 @@ class Slurm:
         self.env = {name: value for name, value in CLEAN.items() if not name.startswith("SLURM_")}
         self.env |= {"PATH": PATH, "SLURM_CONF": f"{self.root}/slurm.conf", "LOG_PER_PROCESS": ""}
         self.env |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": XLA_FLAGS}
-        self.env["SHELL"] = (
-            "/bin/bash"  # which salloc starts on the node; where no person has logged in, it is not set
-        )
+        # What salloc starts on the node. Where no person has logged in, it is not set.
+        self.env["SHELL"] = "/bin/bash"
         self.env |= {"FAKE": "", "ENDS": "", "PAUSE": self.pause("none", 0)}
 
     def up(self):
