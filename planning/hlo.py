@@ -203,9 +203,8 @@ def moved_bytes(ops):
     the slice counts.
     """
     root = ops[-1]
-    shares = defaultdict(
-        float, {root.name: 1}
-    )  # {name of an operation: share of its result that is used}
+    # {name of an operation: share of its result that is used}
+    shares = defaultdict(float, {root.name: 1})
     operands = {}
     for op in reversed(ops):
         for at, array in enumerate(op.inputs):

@@ -57,9 +57,8 @@ class Overlap(NamedTuple):
 
     exposed: dict  # {links: seconds in which the device waits for them}
     step: float  # seconds
-    further_round: (
-        float  # seconds more if the experts of every layer need one more round, or larger buckets
-    )
+    # seconds more if the experts of every layer need one more round, or larger buckets
+    further_round: float
 
 
 class Plan(NamedTuple):
