@@ -10,11 +10,12 @@ model. `plain_model.py` shows what all of this computes, and tests compare the t
     local_loss
       hidden_states
         layer_weights, top_params     the weights, gathered
-        embed                         token ids -> what enters the first block
+        embed, run_first_layers       token ids -> what enters the first block
         run_blocks
           pipeline                    M microbatches through S stages
             run_stage                 the blocks of one stage
               run_layers, run_layer   -> a layer of architectures/NAME.py
+        read_out                      what the head reads of the last layer's output
       cross_entropy                   of kernels/loss.py
       reduce_loss                     sums over the mesh
 
@@ -297,41 +298,60 @@ def hidden_states(cfg, params, batch):
     layers = layer_weights(params, cfg)
     with jax.named_scope("embed"):
         top = top_params(params, cfg)
-        x = embed(cfg, top, layers, batch)  # [M/S, B/dp, T/tp, D]
+        embedded = embed(cfg, top, batch)  # [M/S, B/dp, T/tp, D]
+        x = run_first_layers(cfg, layers, embedded, batch)
         x = to_stages(x)  # [M, B/dp, T/tp, D]
     with jax.named_scope("pipeline"):
         x, stats = run_blocks(cfg, layers, x, batch)
         x = from_last_stage(x)  # [M/S, B/dp, T/tp, D]
     with jax.named_scope("head"):
-        x = architecture_of(cfg).norm(x, top["norm"], cfg.model.norm_eps)
+        x = read_out(cfg, top, x, embedded)
     return x, stats, top["head"]
 
 
-def embed(cfg, top, layers, batch):
-    """What enters the first block, [M/S, B/dp, T/tp, D]: the embedding, then --first_layers, which every stage runs
-    for its own microbatches."""
+def read_out(cfg, top, x, embedded):
+    """What the head reads of the residual x behind the last layer, which began as `embedded`; both [..., D].
+
+    With --backout that is what the layers have added. A token's own logit begins at sqrt(D) without it where the head
+    is the embedding (11 for `tiny`, where others begin between -3 and 3): the layers first have to learn to take the
+    token away.
+    """
+    if cfg.model.backout:
+        x = x - embedded
+    return architecture_of(cfg).norm(x, top["norm"], cfg.model.norm_eps)
+
+
+def embed(cfg, top, batch):
+    """What enters the first layer, [M/S, B/dp, T/tp, D]; each stage embeds its own microbatches."""
     m, arch = cfg.model, architecture_of(cfg)
-    microbatches = own_microbatches(len(batch.ids))
 
     def embed_one(rows, microbatch):
         tokens = batch.tokens(microbatch)
         x = arch.embed(top, rows, tokens.within_document())
         return dropout(x, m.dropout_rate, tokens, AFTER_EMBEDDING)
 
-    def run_first_layers(_, scanned):
-        x, microbatch = scanned
-        number = m.blocks * m.layers_per_block  # for dropout: blocks count before
-        tokens = batch.tokens(microbatch)
-        x, _ = run_layers(cfg, arch.first, m.first_layers, layers, (), number, x, tokens)
-        return (), x
-
     ids = batch.ids
     if lookback := arch.lookback(m):
         ids = with_tokens_before(ids, lookback)
     rows = rows_of(top["embedding"], ids)
-    x = jax.vmap(embed_one)(rows, microbatches)
-    if m.first_layers:
-        _, x = layers.scan(run_first_layers, (), (x, microbatches))
+    return jax.vmap(embed_one)(rows, own_microbatches(len(batch.ids)))
+
+
+def run_first_layers(cfg, layers, x, batch):
+    """What enters the first block, [M/S, B/dp, T/tp, D]: x behind --first_layers, which each stage runs for its own
+    microbatches."""
+    m, arch = cfg.model, architecture_of(cfg)
+    if not m.first_layers:
+        return x
+    number = m.blocks * m.layers_per_block  # for dropout: blocks count before
+
+    def run_one(_, scanned):
+        x, microbatch = scanned
+        tokens = batch.tokens(microbatch)
+        x, _ = run_layers(cfg, arch.first, m.first_layers, layers, (), number, x, tokens)
+        return (), x
+
+    _, x = layers.scan(run_one, (), (x, own_microbatches(len(x))))
     return x
 
 

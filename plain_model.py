@@ -53,7 +53,7 @@ def loss(params, tokens, targets, m, balance_weight):
 def forward(params, tokens, m):
     """Logits [B, T, vocab_size] of tokens [B, T]; the balance loss, summed over layers; and load, as `loss` has it."""
     start = document_starts(tokens, m)
-    x = embed(params, tokens, start, m)  # [B, T, D], the residual stream
+    x = embedded = embed(params, tokens, start, m)  # [B, T, D], the residual stream
     load_loss, load = 0.0, []
     for p in layers(params, m):
         h = rms_norm(x, p["attention"]["norm"], m.norm_eps)
@@ -66,6 +66,8 @@ def forward(params, tokens, m):
         else:
             out = feed_forward(p["ffn"], h, m)
         x = x + out
+    if m.backout:  # the head reads what the layers have added
+        x = x - embedded
     x = rms_norm(x, params["norm"], m.norm_eps)
     head = params["embedding"] if m.tied else params["head"]
     head = head[: m.vocab_size]  # the rows beyond are padding

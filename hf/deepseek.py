@@ -90,7 +90,12 @@ def moe_tensors(m, prefix, leaf, at):
 # Flags that have one value in DeepseekV3ForCausalLM. Models with another are exported as MoEPretrainingForCausalLM,
 # with its code (hf/exported/).
 ONE_VALUE = dict(
-    layers_per_block=1, activation="swiglu", embedding_norm=False, embedding_conv=0, latent_conv=0
+    layers_per_block=1,
+    activation="swiglu",
+    embedding_norm=False,
+    embedding_conv=0,
+    backout=False,
+    latent_conv=0,
 )
 OWN_TYPE = "moe_pretraining"
 HIDDEN_ACT = dict(swiglu="silu", gelu="gelu_new")
@@ -111,6 +116,7 @@ ENTRIES = COMMON | dict(
     layers_per_block="layers_per_block",
     embedding_norm="embedding_norm",
     embedding_conv="embedding_conv",
+    backout="backout",
     latent_conv="latent_conv",
 )
 # Entries of which other values are refused; the first of each is the one that we write, and the one of a missing entry
@@ -205,6 +211,7 @@ FORMAT = HuggingFace(
         layers_per_block=1,
         embedding_norm=False,
         embedding_conv=0,
+        backout=False,
         latent_conv=0,
     ),
     flags=from_config,

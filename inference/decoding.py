@@ -33,11 +33,11 @@ def make_decode(cfg, mesh):
         position = offset[:, None] + jnp.arange(ids.shape[1])
         top = model.top_params(params, cfg)
         layers = model.layer_weights(params, cfg)
-        x, cache = embed(cfg, top, ids, position, cache)
-        x, cache = run_layers(cfg, layers, x, position, cache)
-        x = jnp.take_along_axis(x, last[:, None, None], 1)[:, 0]  # [B/dp, D]
+        embedded, cache = embed(cfg, top, ids, position, cache)
+        x, cache = run_layers(cfg, layers, embedded, position, cache)
+        x, embedded = (at_index(last, of_tokens) for of_tokens in (x, embedded))  # [B/dp, D]
         x = collectives.from_last_stage(x, everywhere=True)
-        x = architecture_of(cfg).norm(x, top["norm"], m.norm_eps)
+        x = model.read_out(cfg, top, x, embedded)
         return loss.logits_of(x, top["head"], m.vocab_size).T, cache
 
     rows = P("dp")
@@ -49,6 +49,11 @@ def make_decode(cfg, mesh):
         out_specs=(rows, caches),
         check_vma=False,
     )
+
+
+def at_index(index, x):
+    """Of each row of x [B, n, D] the token at its `index` [B]: [B, D]."""
+    return jnp.take_along_axis(x, index[:, None, None], 1)[:, 0]
 
 
 def embed(cfg, top, ids, position, cache):
