@@ -42,7 +42,7 @@ MINUTES = based_on(
     data="data/shards/stdlib",
 )
 # Muon to a rate of 0
-MUON = based_on(optimizer="muon", schedule="linear", end_lr=0.0, embedding_lr=1.75)
+MUON = based_on(optimizer="muon", schedule="linear", end_lr=0.0, embedding_lr=1.0)
 # the blocks of moe1b for minutes on two CPU cores
 TINY = based_on(
     MINUTES,
@@ -61,7 +61,6 @@ TINY = based_on(
     global_batch_size=16,
     eval_steps=20,
     warmup_steps=10,
-    embedding_lr=1.0,
     muon_momentum=0.75,
     max_lr=16e-3,
     training_steps=400,
@@ -118,6 +117,7 @@ PRESETS = {
         weight_decay=0.053,
         embedding_norm=True,
         embedding_conv=3,
+        backout=True,
         latent_conv=3,
     ),
     "tiny": TINY,
