@@ -21,8 +21,6 @@ WIDTHS = (
     *range(256, 1024, 64),
     *range(1024, 4096 + 1, 128),
 )
-# The share of the steps over which the rate grows to its largest.
-WARMUP = 0.025
 # The run at which the rules were found, preset tiny: its width, its tokens, its tokens a step, and its steps.
 WIDTH, TOKENS, BATCH, STEPS = 128, 819_200, 2048, 400
 
@@ -48,7 +46,6 @@ def model_flags(width, vocab_size):
         rope_dim=32,
         embedding_norm=True,
         embedding_conv=3,
-        backout=True,
         latent_conv=3,
         n_experts=8 if is_small else 16,
         experts_per_token=2,
@@ -88,8 +85,8 @@ def training_flags(tokens, tokens_per_step, parameters, T, width):
         schedule="linear",
         max_lr=rounded(rate),
         end_lr=0.0,
-        warmup_steps=round(WARMUP * steps),
-        embedding_lr=1.0,
+        warmup_steps=round(0.07 * steps),
+        embedding_lr=1.75,
         weight_decay=rounded(total_decay(tokens / parameters) / (rate * steps)),
         muon_momentum=rounded(momentum(steps)),
         # the second moment averages over more steps where they are small
