@@ -347,7 +347,7 @@ def test_bad_published_shards_are_named(published):
         ),
         (content[:4] + b"\2" + content[5:], "it begins with [20240520, 2]"),
         (content[:8] + b"\xff" * 4 + content[12:], "it has 3,024 bytes, and by its header 1,022"),
-        (content[:7], "it begins with [20240520, 0]"),
+        (content[:7], "it has 7 bytes, and by its header 1,024"),
         (b"", "it begins with [0, 0]"),
     ]:
         path.write_bytes(damaged)
