@@ -147,9 +147,7 @@ def words_of(flags, **added):
 
 def this_machine():
     """The name of this machine for --design. Raises UserError where jax's devices are unknown."""
-    from planning.machines import (
-        name_of_devices,
-    )  # here: it imports jax, and --help should not wait for that
+    from planning import machines  # here: it imports jax
 
     if platforms.platform() == "cpu":
         return "cpu"
@@ -159,7 +157,7 @@ def this_machine():
     if done.returncode:
         raise UserError("jax cannot use the devices of this machine (see above).")
     n, kind = done.stdout.splitlines()[-2:]
-    name = name_of_devices(kind, int(n))
+    name = machines.name_of_devices(kind, int(n))
     if not name:
         raise UserError(
             f"{n} x {kind} are unknown; name a machine like them, such as 1xA100", flag="design"
@@ -217,7 +215,7 @@ def evaluations_for(cfg, tokens):
     """{flag: value} of evaluations over all of --val_tokens, as often as a run on that many tokens affords."""
     batch = cfg.data.global_batch_size
     steps = cfg.run.training_steps
-    eval_steps = max(1, cfg.data.val_tokens // cfg.model.T // batch)
+    eval_steps = max(1, (cfg.data.val_tokens or BOARD_TOKENS) // cfg.model.T // batch)
     affordable = EVALUATED_SHARE * tokens / (eval_steps * batch * cfg.model.T)
     eval_every = math.ceil(steps / max(1, min(EVALUATIONS, int(affordable))))
     return dict(eval_steps=eval_steps, eval_every=eval_every, save_steps=math.ceil(steps / 8))
