@@ -5,6 +5,7 @@ set -euo pipefail
 usage() {
   cat <<'HELP'
 usage: bash run.sh [--max_restarts N] local [any flag of main.py]
+       bash run.sh [--max_restarts N] track [--hours 1] [--target_loss 3.28] [any flag of main.py]
        bash run.sh [--max_restarts N] HOST [any flag of main.py]
 
 HOST, one of HOSTS in cluster.env (see launcher.sh --help): checks the host, sends this repository's commit there, sets
@@ -23,6 +24,10 @@ tokenizer trained on it) and starts main.py with these flags where they are not 
 local --data input.txt. It is tokenized into data/shards/NAME, here data/shards/input, with a tokenizer that is trained
 on it where --tokenizer is not given, and the run has that NAME. Without an accelerator, --n_device_axis 2 2 2 simulates
 that many devices.
+
+track: a number to compare with others'. Sets up .venv, fetches modded-nanogpt's shards of fineweb10B if they are
+missing, or takes those that --data names, designs a run of 15 minutes, or --hours, for this machine, trains it, and
+writes a page: tokens and seconds to a validation loss of 3.28. bash run.sh track --help says more.
 
 --max_restarts: main.py is started again, up to N times, after a crash, a lost peer or a preemption, not after an error
 in the flags.
@@ -108,11 +113,11 @@ on_a_host() {
   esac
 }
 
-# on_this_machine FLAG...: set up, then make the corpus and train, as tools/local.py does.
+# on_this_machine PROGRAM FLAG...: set up, then make the corpus and train, as tools/local.py and tools/track.py do.
 on_this_machine() {
   export VENV=${VENV:-.venv}
   bash setup_tpu.sh
-  set -- "$VENV/bin/python" tools/local.py "$@"
+  set -- "$VENV/bin/python" "$@"
   # exec: signals reach Python itself
   ((${MAX_RESTARTS:-0} == 0)) || exec bash tools/cluster/supervise.sh "$MAX_RESTARTS" "" "$@"
   exec "$@"
@@ -129,10 +134,7 @@ if [[ ! ${MAX_RESTARTS:-0} =~ ^[0-9]+$ ]]; then
 fi
 case ${1:-} in
   -h | --help) usage && exit ;;
-  local)
-    shift
-    on_this_machine "$@"
-    ;;
+  local | track) on_this_machine "tools/$1.py" "${@:2}" ;;
 esac
 
 source tools/cluster/cluster.sh
@@ -145,7 +147,7 @@ case ${1:-} in
 esac
 host=${1:-}
 if [[ -z $host || " ${hosts[*]} " != *" $host "* ]]; then
-  echo "error: run.sh ${host:-without a word}: the first word must be local, as in: bash run.sh local," \
+  echo "error: run.sh ${host:-without a word}: the first word must be local, as in: bash run.sh local, or track," \
     "or one of HOSTS in cluster.env (now ${HOSTS:-none})" >&2
   exit 2
 fi

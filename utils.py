@@ -186,6 +186,9 @@ class Data:
     val_batch_size: int = flag(0, on_resume="batch", most=WIDE)
     """Validation sequences per replica and batch; 0: a validation batch has global_batch_size sequences, divided as
     those of a training step."""
+    val_tokens: int = flag(0, on_resume="free")
+    """Tokens from the start of a corpus's validation shards that evaluations take their sequences from, as others who
+    measure on the same shards do; 0: all."""
     microbatch_size: int = flag(8, on_resume="free", least=1, most=WIDE)
     """Most sequences of a microbatch on a replica, where microbatches are not given. On a single GPU they are as many
     as fit in its memory, unless this is given."""

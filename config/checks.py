@@ -17,6 +17,9 @@ MOST_PROFILED = 50  # steps; longer traces are too large for the programs that s
 def check(cfg):
     """Raises UserError where flags of a completed configuration do not fit each other."""
     check_multiples(cfg)
+    if 0 < cfg.data.val_tokens < cfg.model.T:
+        said = f"must be 0, for all, or at least a sequence of --T {cfg.model.T} tokens"
+        raise UserError(said, flag="val_tokens", value=cfg.data.val_tokens)
     name = cfg.model.architecture
     only = architectures.flags_without_choice(name)
     compare(cfg, only, only.keys(), "{architecture} has no such choice, only", architecture=name)

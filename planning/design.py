@@ -239,7 +239,8 @@ def sees_enough(design):
 def check_long_enough(setting, budget, found):
     """Raises UserError where the hours do not even train the smallest model."""
     all_tokens = found.tokens > 0.9 * budget.tokens  # all that there are, but for the last step
-    if sees_enough(found) or all_tokens or found.width != recipe.WIDTHS[0]:
+    given = "training_steps" in setting.flags.given
+    if given or sees_enough(found) or all_tokens or found.width != recipe.WIDTHS[0]:
         return
     wanted = ENOUGH * recipe.TOKENS_PER_PARAMETER * found.active
     hours = (wanted / found.plan.tokens_per_second + START) / (1 - SPARE) / 3600
@@ -272,7 +273,7 @@ def candidate(setting, budget, width):
         cfg, active = configured(setting, width, tokens)
         key = width, cfg.data.global_batch_size
         plan = setting.plans[key] = setting.plans.get(key) or fastest(setting, cfg)
-        tokens = tokens_within(budget, plan, active)
+        tokens = tokens_within(setting, budget, plan, active)
     return Design(with_tokens(setting, plan, tokens, active), width, active)
 
 
@@ -396,13 +397,15 @@ def with_best_mesh(setting, budget, design, compiler):
             plan = compiled_plan(one.cfg, machine, COMPILE_SECONDS)
             if has_room(setting, plan):
                 break
-    tokens = tokens_within(budget, plan, design.active)
+    tokens = tokens_within(setting, budget, plan, design.active)
     return design._replace(plan=with_tokens(setting, plan, tokens, design.active))
 
 
-def tokens_within(budget, plan, active):
+def tokens_within(setting, budget, plan, active):
     """The tokens of a budget at the speed of a plan, at least a step's; without any limit those that the recipe
-    wants."""
+    wants. Steps that were given have their own."""
+    if "training_steps" in setting.flags.given:
+        return plan.tokens * setting.flags.cfg.run.training_steps
     tokens = min(budget.tokens, plan.tokens_per_second * budget.seconds)
     if math.isinf(tokens):
         tokens = recipe.TOKENS_PER_PARAMETER * active

@@ -17,7 +17,7 @@ from runtime.files import is_remote
 from runtime.messages import UserError
 from shards import manifest
 from shards.missing import remedy
-from shards.storage import Cache, Shard, list_shards
+from shards.storage import Cache, Shard, list_split
 from shards.tokenization import shards_tokenizer
 
 # Tokens whose sequences are shuffled together. A larger window would read from more shards at the same time.
@@ -48,9 +48,10 @@ class Corpus:
         self.tokenizer = shards_tokenizer(root, self.manifest, cfg.data.tokenizer)
         warning = f"{self.folder} has no {manifest.NAME}, so its shards are not verified"
         self.unverified = "" if self.manifest else warning
-        found = list_shards(self.folder)
+        found = list_split(self.folder)
         if self.manifest:
-            manifest.check_files(self.folder, self.manifest, found)
+            named = {os.path.basename(path): info for path, info in found.items()}
+            manifest.check_files(self.folder, self.manifest, named)
         if not found:
             raise UserError(
                 f"there are no shards (.npy) in {self.folder}; {remedy(self.folder)}", flag="data"
@@ -58,11 +59,14 @@ class Corpus:
         entries = {entry["name"]: entry for entry in self.manifest.get("shards", [])}
         cache = Cache(f"{cfg.data.cache_dir}/blocks", cfg.data.cache_gb * 1e9)
         self.shards = []
-        for name, info in found.items():
-            path = os.path.join(self.folder, name)
-            self.shards.append(Shard(path, info, entries.get(name, {}), cache))
+        for path, info in found.items():
+            entry = entries.get(os.path.basename(path), {})
+            self.shards.append(Shard(path, info, entry, cache))
         lengths = list(READERS.map(lambda shard: shard.length, self.shards))
         self.counts = np.array([max(0, (n - 1) // self.T) for n in lengths])  # sequences per shard
+        if folder == "val" and cfg.data.val_tokens:
+            ends = np.minimum(np.cumsum(self.counts), cfg.data.val_tokens // self.T)
+            self.counts = np.diff(ends, prepend=0)
         self.n_sequences = int(self.counts.sum())
         if not self.n_sequences:
             raise UserError(

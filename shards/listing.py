@@ -6,7 +6,7 @@ import re
 
 from shards import manifest
 from shards.mixture import average_mix, corpus_root, parse_mix
-from shards.storage import Cache, Shard, list_shards
+from shards.storage import Cache, Shard, list_split
 from shards.tokenization import load_tokenizer, shards_tokenizer, text_of
 
 OPENING = 64  # tokens from the start of a text that are enough for its first words
@@ -19,7 +19,7 @@ def manifests(cfg, *splits):
     for name in average_mix(parse_mix(cfg.data.mix)):
         root = corpus_root(cfg, name)
         for folder in [os.path.join(root, split) for split in splits]:
-            if list_shards(folder):
+            if list_split(folder):
                 found.append((root, folder, manifest.read(folder)))
     return found
 
@@ -39,10 +39,11 @@ def opening_of(cfg, shards, encoding):
     if not held_out or encoding is None:
         return ""
     folder, made = held_out[0]
-    name, info = next(iter(list_shards(folder).items()))
+    path, info = next(iter(list_split(folder).items()))
+    name = os.path.basename(path)
     entry = next((entry for entry in made.get("shards", []) if entry["name"] == name), {})
     cache = Cache(f"{cfg.data.cache_dir}/blocks", cfg.data.cache_gb * 1e9)
-    shard = Shard(os.path.join(folder, name), info, entry, cache)
+    shard = Shard(path, info, entry, cache)
     ids = shard.read(0, min(OPENING, shard.length), encoding.n_vocab).tolist()
     text = itertools.takewhile(lambda token: token != encoding.eot_token, ids[1:])
     words = re.match(r"\s*(\S+(?: \S+){0,3})\s", text_of(encoding, text) + " ")

@@ -48,7 +48,8 @@ def remedy(folder):
     if ".bin" in endings:
         return (
             f"shards are .npy files in {base}/train and {base}/val, of one row of token ids each, as "
-            "numpy.save(SHARD, numpy.fromfile(BIN, 'uint16')) makes them of nanoGPT's .bin"
+            "numpy.save(SHARD, numpy.fromfile(BIN, 'uint16')) makes them of nanoGPT's .bin; llm.c's, which have a "
+            f"header, are read as they are: give {base} with NAME_train_000001.bin and NAME_val_000000.bin in it"
         )
     if has_text:
         return f"bash run.sh local --data {root} makes shards of its text and trains on them"

@@ -16,7 +16,7 @@ from runtime.files import is_remote
 from runtime.messages import UserError
 from shards import manifest
 from shards.corpus import Corpus
-from shards.storage import list_shards
+from shards.storage import list_split
 from shards.tokenization import content_sha256
 
 PERIOD = 100_000  # sequences in which a mixture repeats; no corpus can have less than one
@@ -41,7 +41,7 @@ class Mixture:
         names = list(average)
         if n_train is None:
             phases = [(1.0, average)]
-            has_split = [n for n in names if list_shards(os.path.join(corpus_root(cfg, n), folder))]
+            has_split = [n for n in names if list_split(os.path.join(corpus_root(cfg, n), folder))]
             names = has_split or names  # where none has the split, opening the first one raises
         self.T = cfg.model.T
         self.names = names

@@ -23,6 +23,9 @@ from runtime.messages import Unavailable, UserError
 # earlier by its --stuck_limit.
 PATIENCE = 3600
 BLOCK = 1 << 20  # bytes of a shard that are read, verified and cached together
+# llm.c's .bin: 256 int32, of which the first are these two and the number of tokens; then the tokens as uint16.
+BIN_BEGINS = [20240520, 1]
+BIN_HEADER = 1024  # bytes
 # Names of the files of a Cache: blocks, and blocks that are still being written, to whose names runtime/files.py adds
 # 16 random digits.
 KEPT = re.compile(r"[0-9a-f]{40}-\d{1,9}(\.[0-9a-f]{16}\.part)?")
@@ -34,6 +37,21 @@ def list_shards(folder):
     found = {os.path.basename(info["name"]): info for info in list_folder(folder)}
     shards = [name for name in sorted(found) if name.endswith(".npy") and name[0] != "."]
     return {name: found[name] for name in shards}
+
+
+def list_split(folder):
+    """{path: the storage's metadata of the file} of the shards of a split, such as data/shards/web/train; {} if it has
+    none. They are the .npy files in the folder. Where it has none, they are llm.c's .bin files beside it that have the
+    split in their names, such as fineweb10B/fineweb_train_000001.bin of fineweb10B/train. Raises UserError."""
+    root, split = os.path.split(folder)
+    found = list_shards(folder)
+    if found:
+        return {os.path.join(folder, name): info for name, info in found.items()}
+    beside = {os.path.basename(info["name"]): info for info in list_folder(root)}
+    beside.pop(os.path.basename(root), None)  # the listing of a file contains the file alone
+    named = re.compile(rf"[^.].*_{re.escape(split)}(_\d+)?\.bin")
+    shards = filter(named.fullmatch, sorted(beside))
+    return {os.path.join(root, name): beside[name] for name in shards}
 
 
 def read_part(path, start, stop):
@@ -112,7 +130,7 @@ class Cache:
 
 
 class Shard:
-    """One .npy file of token ids, local, or remote and read through a Cache by blocks.
+    """One .npy or .bin file of token ids, local, or remote and read through a Cache by blocks.
 
     The first read of a block reads and verifies all of it. Later reads get only the bytes that they ask for, unless the
     local file has changed since; then the block is verified again.
@@ -139,6 +157,25 @@ class Shard:
     @functools.cached_property
     def header(self):
         """(position of the first token, dtype, number of tokens)."""
+        read = self._bin_header if self.path.endswith(".bin") else self._npy_header
+        offset, dtype, n_tokens = read()
+        expected = offset + n_tokens * dtype.itemsize
+        if n_tokens < 0 or expected > self.size:
+            raise self._damaged(f"it has {self.size:,} bytes, and by its header {expected:,}")
+        return offset, dtype, n_tokens
+
+    def _bin_header(self):
+        """`header` as llm.c writes it."""
+        begins = self._read_bytes(0, min(self.size, 12)).tobytes().ljust(12, b"\0")
+        *found, n_tokens = np.frombuffer(begins, "<i4").tolist()
+        if found != BIN_BEGINS:
+            raise self._damaged(
+                f"it begins with {found} and not with {BIN_BEGINS}, as llm.c's shards of uint16 do"
+            )
+        return BIN_HEADER, np.dtype("<u2"), n_tokens
+
+    def _npy_header(self):
+        """`header` as numpy writes it."""
         try:
             f = io.BytesIO(self._read_bytes(0, min(self.size, BLOCK, 4096)).tobytes())
             version = np.lib.format.read_magic(f)
@@ -151,10 +188,7 @@ class Shard:
             raise self._damaged(f"it is no .npy file: {e}") from None
         if len(shape) != 1 or dtype.kind not in "ui":
             raise self._damaged(f"it holds {dtype} of shape {shape}, not one row of token ids")
-        offset, n_tokens = f.tell(), shape[0]
-        if offset + n_tokens * dtype.itemsize > self.size:
-            raise self._damaged(f"it has {self.size:,} bytes")
-        return offset, dtype, n_tokens
+        return f.tell(), dtype, shape[0]
 
     @property
     def length(self):

@@ -110,6 +110,14 @@ def describe(folder, **made_with):
     return folder
 
 
+def write_bin(path, ids):
+    """Write token ids as llm.c and modded-nanogpt publish them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    header = np.zeros(256, np.int32)
+    header[:3] = 20240520, 1, len(ids)
+    path.write_bytes(header.tobytes() + ids.astype(np.uint16).tobytes())
+
+
 def flags_of(**flags):
     """{flag: value} as command-line words."""
     words = []

@@ -946,7 +946,7 @@ ALONE |= dict(train_batch_size=[1, 6, 24], val_batch_size=[1, 6, 24], microbatch
 ALONE |= dict(global_batch_size=[1, 6], microbatch_size=[1, 3], accumulation_steps=[2, 16])
 ALONE |= dict(warmup_steps=[0], end_steps=[1, 20, 200_000], profile=["20:22"], n_devices=[1, 4])
 ALONE |= dict(n_device_axis=[(4, 1, 1), (1, 1, 2)], pp_interleave=[1], num_processes=[1])
-ALONE |= dict(attention=["auto", "xla", "blockwise"])
+ALONE |= dict(attention=["auto", "xla", "blockwise"], val_tokens=[4096])
 # useless alone
 TOGETHER = {"process_id", "coordinator", "k_groups", "init_from", "tokenizer", "decay_steps"}
 BYTES = SimpleNamespace(eot_token=256, encode_ordinary=lambda text: list(text.encode()))

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 from families import SMALL_GPT2
-from helpers import BYTE_RANKS, describe, refusal, small_tokenizer
+from helpers import BYTE_RANKS, describe, refusal, small_tokenizer, write_bin
 from small_models import small_config
 
 import dataset
@@ -304,6 +304,67 @@ def test_every_version_of_npy_is_read(tmp_path, version):
     corpus = Corpus(small_config(vocab_size=200), str(tmp_path), "train")
     rows = corpus.read(np.arange(corpus.n_sequences), np.arange(1))
     assert np.array_equal(rows[:, :-1].ravel(), ids[: rows[:, :-1].size])
+
+
+@pytest.fixture
+def published(tmp_path):
+    """The same tokens as .npy files in npy/train and npy/val, and in bin/ as llm.c publishes shards."""
+    for split, lengths in dict(train=[1000, 700], val=[900, 400]).items():
+        (tmp_path / "npy" / split).mkdir(parents=True)
+        for i, n in enumerate(lengths):
+            ids = np.random.default_rng(n).integers(0, 250, n).astype(np.uint16)
+            np.save(tmp_path / "npy" / split / f"{i:06d}.npy", ids)
+            write_bin(tmp_path / "bin" / f"fineweb_{split}_{i:06d}.bin", ids)
+    return tmp_path
+
+
+def test_published_shards_are_the_same_sequences_as_npy(published):
+    """Read as they are, from one folder for both splits; not its other files, nor the file that --data may name."""
+    for name in ("._fineweb_train_000000.bin", "fineweb_train_old.bin", "train.bin", "notes.txt"):
+        (published / "bin" / name).write_bytes(b"no shard")
+    for split in ("train", "val"):
+        read = []
+        for kind in ("npy", "bin"):
+            corpus = Corpus(small_config(vocab_size=250), str(published / kind), split)
+            assert corpus.n_sequences == {"train": 52, "val": 40}[split]
+            read.append(corpus.sequences(np.arange(100), seed=3))
+        assert np.array_equal(*read)
+    said = refused(published / "bin/fineweb_train_000001.bin")
+    assert "NAME_train_000001.bin" in said and f"give {published}/bin with" in said
+    (published / "bin/train").mkdir()
+    np.save(published / "bin/train/000000.npy", np.arange(99, dtype=np.uint16))
+    assert Corpus(small_config(), str(published / "bin"), "train").n_sequences == 3
+
+
+def test_bad_published_shards_are_named(published):
+    path = published / "bin/fineweb_train_000000.bin"
+    content = path.read_bytes()
+    for damaged, said in [
+        (content[:-2], f"it has {len(content) - 2:,} bytes, and by its header {len(content):,}"),
+        (
+            content[1024:],
+            f"it begins with {np.frombuffer(content[1024:], 'i4')[:2].tolist()} and not with",
+        ),
+        (content[:4] + b"\2" + content[5:], "it begins with [20240520, 2]"),
+        (content[:8] + b"\xff" * 4 + content[12:], "it has 3,024 bytes, and by its header 1,022"),
+        (content[:7], "it has 7 bytes, and by its header 1,024"),
+        (b"", "it begins with [0, 0]"),
+    ]:
+        path.write_bytes(damaged)
+        assert f"{path} is damaged ({said}" in (found := refused(published / "bin")), found
+
+
+def test_validation_may_take_the_first_tokens_alone(published):
+    """Whole sequences of them, over several shards, each once; training takes all."""
+    ids = np.load(published / "npy/val/000000.npy"), np.load(published / "npy/val/000001.npy")
+    in_order = [x[i : i + 33] for x in ids for i in range(0, len(x) - 32, 32)]
+    for n_tokens, n in ((32, 1), (100, 3), (29 * 32, 29), (10**9, 40), (0, 40)):
+        cfg = small_config(vocab_size=250, val_tokens=n_tokens)
+        val = Corpus(cfg, str(published / "bin"), "val")
+        rows = val.sequences(np.arange(val.n_sequences), seed=0)
+        assert as_set(rows) == as_set(np.array(in_order[:n]))
+        assert Corpus(cfg, str(published / "bin"), "train").n_sequences == 52
+    refusal(lambda: small_config(val_tokens=31), "--val_tokens 31", "--T 32")
 
 
 def test_hidden_files_are_not_beside_a_manifest(described):

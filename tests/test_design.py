@@ -66,6 +66,14 @@ def test_the_file_has_the_plan_of_the_page(designed, tmp_path, machine, hours):
     assert f"MFU {planned['mfu']:.1%}" in page and "on demand" in page
 
 
+def test_steps_that_are_given_have_a_schedule_of_their_own(designed):
+    """However many more the hours would allow."""
+    flags, _ = designed("v5e-8", hours=1, training_steps=30)
+    assert flags["training_steps"] == 30 > flags["warmup_steps"] and flags["eval_every"] == 3
+    per_step = flags["global_batch_size"] * flags["T"]
+    assert flags["design"]["tokens"] == 30 * per_step
+
+
 def test_the_file_is_the_same_run_beside_any_preset(designed, tmp_path):
     designed("v5e-4", tokens=1e8)
     path = str(tmp_path / "designed.json")

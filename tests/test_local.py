@@ -159,7 +159,7 @@ def test_a_folder_is_text_unless_it_holds_shards(capsys):
     said = capsys.readouterr().err
     assert said.count("1 binary file (") == said.count("1 record file (") == 1 and "--" not in said
     assert local.main(["--data", "books/*.md"])[-1].startswith("books-")
-    for shards in ("made/train/000000.npy", "several/web/train/000000.npy"):
+    for shards in ("made/train/0.npy", "several/web/train/0.npy", "published/a_train_000001.bin"):
         write(shards, "")
         folder = shards.split("/")[0]
         assert local.main(["--data", folder]) == ["--preset", "tiny", "--data", folder]

@@ -57,10 +57,10 @@ class Repository:
         program(self.python, f'#!/bin/sh\nprintf "%s\\0" "$@" END >>"{self.calls}"\n')
         program(root / "ssh", f"#!/bin/sh\ntouch '{root}/asked'\nexit 255\n")
 
-    def run(self, *flags, **environment):
-        """Run `run.sh local` with the flags; returns the arguments of every call of Python."""
+    def run(self, word, *flags, **environment):
+        """Run `run.sh local` or track with the flags; returns the arguments of every call of Python."""
         self.calls.unlink(missing_ok=True)
-        result = bash(self.root / "run.sh", "local", *flags, **environment)
+        result = bash(self.root / "run.sh", word, *flags, **environment)
         assert result.returncode == 0, result.stderr
         return [call.split("\0") for call in self.calls.read_text().split("\0END\0")[:-1]]
 
@@ -86,8 +86,9 @@ def test_run_refuses_in_one_sentence(repository):
 def test_run_sets_up_and_hands_its_flags_on_as_they_are(repository):
     odd = ["--prompt", "a  b\n'c' \"d\" $HOME `ls` \\ * ? ! é", "--name", "", "--output_dir=x y;z"]
     for flags in ([], ["--help"], odd):
-        assert repository.run(*flags) == [["tools/local.py", *flags]]
-    assert (repository.root / "setups").read_text() == 3 * "\n"
+        assert repository.run("local", *flags) == [["tools/local.py", *flags]]
+        assert repository.run("track", *flags) == [["tools/track.py", *flags]]
+    assert (repository.root / "setups").read_text() == 6 * "\n"
 
 
 def test_run_from_elsewhere_and_failures(repository, tmp_path):

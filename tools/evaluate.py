@@ -41,7 +41,7 @@ from inference import weights
 from inference.scores import Piece, make_scorer, weighted_mean
 from shards import manifest
 from shards.corpus import Corpus
-from shards.storage import list_shards
+from shards.storage import list_split
 
 
 def open_shards(options, cfg, path):
@@ -50,7 +50,7 @@ def open_shards(options, cfg, path):
     folders = [path, f"{path}/val"]
     if not is_remote(path):
         folders = map(os.path.abspath, folders)
-    folder = next(filter(list_shards, folders), None)
+    folder = next(filter(list_split, folders), None)
     if not folder:
         return None
     root, name = os.path.split(folder.rstrip("/"))

@@ -25,6 +25,7 @@ from data.own_text import TextOptions, corpus_of
 from runtime import interrupts, platforms
 from runtime.files import is_remote
 from runtime.messages import UserError, nearest, one_sentence
+from shards.storage import list_split
 from shards.tokenization import folder_tokenizer_name
 
 STDLIB = "data/shards/stdlib"
@@ -100,7 +101,7 @@ def is_text(given):
             flag="data",
             value=data,
         )
-    return not glob.glob(f"{data}/train/*.npy") + glob.glob(f"{data}/*/train/*.npy")
+    return not list_split(f"{given['data']}/train") and not glob.glob(f"{data}/*/train/*.npy")
 
 
 def simulated(given):
