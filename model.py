@@ -312,12 +312,12 @@ def hidden_states(cfg, params, batch):
 def read_out(cfg, top, x, embedded):
     """What the head reads of the residual x behind the last layer, which began as `embedded`; both [..., D].
 
-    With --backout that is what the layers have added. A token's own logit begins at sqrt(D) without it where the head
-    is the embedding (11 for `tiny`, where others begin between -3 and 3): the layers first have to learn to take the
-    token away.
+    With --backout that is at first what the layers have added, then x less a learned share of `embedded`. A token's own
+    logit begins at sqrt(D) without it where the head is the embedding (11 for `tiny`, where others begin between -3 and
+    3): the layers first have to learn to take the token away.
     """
     if cfg.model.backout:
-        x = x - embedded
+        x = x - (top["backout"] * embedded).astype(x.dtype)
     return architecture_of(cfg).norm(x, top["norm"], cfg.model.norm_eps)
 
 

@@ -66,8 +66,8 @@ def forward(params, tokens, m):
         else:
             out = feed_forward(p["ffn"], h, m)
         x = x + out
-    if m.backout:  # the head reads what the layers have added
-        x = x - embedded
+    if m.backout:  # the share begins at 1: the head reads what the layers have added
+        x = x - params["backout"] * embedded
     x = rms_norm(x, params["norm"], m.norm_eps)
     head = params["embedding"] if m.tied else params["head"]
     head = head[: m.vocab_size]  # the rows beyond are padding

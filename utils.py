@@ -56,8 +56,8 @@ class Model:
     embedding_conv: int = flag(0, on_resume="kept", absent=0, most=64)
     """Earlier tokens whose rows of the embedding a short convolution adds to each token's; 0: none."""
     backout: bool = flag(False, on_resume="kept", absent=False)
-    """Whether what entered the first layer is subtracted before the last norm, so that the head reads what the layers
-    have added. With a tied head a token otherwise predicts itself at first."""
+    """Whether what entered the first layer is subtracted before the last norm, by a learned share of each channel that
+    begins at 1: then the head reads what the layers have added. A tied head otherwise predicts each token again."""
     latent_conv: int = flag(0, on_resume="kept", absent=0, most=64)
     """Earlier tokens that a short convolution mixes into each token's key/value latent and rotary key; 0: none."""
     activation: Literal["swiglu", "gelu"] = flag("swiglu", on_resume="kept")

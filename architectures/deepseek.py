@@ -88,6 +88,8 @@ def deepseek_table(cfg):
         table["embedding_norm"] = scale_param(d=D)
     if m.embedding_conv:
         table["embedding_conv"] = bias_param(tokens=m.embedding_conv, d=D)
+    if m.backout:
+        table["backout"] = scale_param(d=D)
     if m.first_layers:
         table["first"] = stack(dense, over=None, layers=m.first_layers)
     if m.layers_per_block > 1:

@@ -117,7 +117,6 @@ PRESETS = {
         weight_decay=0.053,
         embedding_norm=True,
         embedding_conv=3,
-        backout=True,
         latent_conv=3,
     ),
     "tiny": TINY,

@@ -28,6 +28,8 @@ def tensors(m):
         yield plain("model.embedding_norm.weight", ("embedding_norm",), (), (D,))
     if m.embedding_conv:
         yield plain("model.embedding_conv", ("embedding_conv",), (), (m.embedding_conv, D))
+    if m.backout:
+        yield plain("model.backout", ("backout",), (), (D,))
     for n in range(m.first_layers):
         yield from layer_tensors(m, n, ("first",), (n,))
     for block in range(m.blocks):

@@ -12,7 +12,7 @@ class MoEPretrainingConfig(PreTrainedConfig):
     latent_conv: earlier tokens that a convolution adds to a key/value latent and a rotary key
     embedding_norm: whether rows of the embedding are normalized
     embedding_conv: earlier tokens whose rows of the embedding a convolution adds to a token's
-    backout: whether what entered the first layer is subtracted before the last norm
+    backout: whether a share of what entered the first layer is subtracted before the last norm
     hidden_act: silu for SwiGLU, or gelu_new for a feed-forward without a gate
     """
 

@@ -211,7 +211,8 @@ class Transformer(nn.Module):
         layers = (Layer(config, index) for index in range(config.num_hidden_layers))
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.backout = config.backout
+        if config.backout:
+            self.backout = nn.Parameter(torch.ones(config.hidden_size))
 
     def forward(self, input_ids, attention_mask=None, position_ids=None, cache=None, **others):
         """input_ids [B, t] -> the hidden states [B, t, D] that the head multiplies. attention_mask [B, T] is 0 for
@@ -237,8 +238,8 @@ class Transformer(nn.Module):
         embedded = x
         for layer in self.layers:
             x = layer(x, position_ids, real, seen, cache=cache)
-        if self.backout:  # the head reads what the layers have added
-            x = x - embedded
+        if hasattr(self, "backout"):  # the head reads what the layers have added
+            x = x - (self.backout.float() * embedded).to(x.dtype)
         return BaseModelOutput(last_hidden_state=self.norm(x))
 
     def with_tokens_before(self, x, real, cache):
