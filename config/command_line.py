@@ -40,8 +40,9 @@ from utils import Config, Design, Plan, Run, replace
 NO_FLAGS = {"data_fingerprint", "commit", "encoding", "end_of_text", "eos_token_id", "config"}
 NO_FLAGS |= {"positions", "revision", "coordinator", "num_processes", "process_id", "design"}
 NO_FLAGS |= {"device_kind"}
-# What a run has of the machine that it ran on: its mesh, and how its batches were divided for that.
-OF_A_MACHINE = {"n_device_axis", "n_devices", "pp_interleave", "val_batch_size"}
+# What a run has of the machine that it ran on: its mesh, how its batches were divided for that, and what it keeps for
+# the backward pass, which a single GPU chooses by its memory. None of them changes more than rounding.
+OF_A_MACHINE = {"n_device_axis", "n_devices", "pp_interleave", "val_batch_size", "remat"}
 OF_A_MACHINE |= SPLIT - {"microbatch_size"}
 # The --preset that prints them all.
 LIST = "list"

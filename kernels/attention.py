@@ -118,6 +118,7 @@ class Kernel(NamedTuple):
     score_share: Callable  # utils.Model -> the share of the T x T scores that it computes
     # {call: (products over the keys' channels, over the values')}, the forward one first
     products: dict
+    blocks: Callable = lambda m: 1  # utils.Model -> blocks of queries, each an operation of its own
     multiple: int = 1  # of which T must be a multiple
     channels: float = math.inf  # that a key and a value may have together
     dtypes: tuple[str, ...] = ()  # in which it multiplies, of --model_dtype; (): all
@@ -165,6 +166,7 @@ ATTENTION = {
         platforms=EVERYWHERE,
         score_share=lambda m: causal_share(m.T, query_block(m.T)),
         products=PLAIN,
+        blocks=lambda m: m.T // query_block(m.T),
     ),
     "xla": Kernel(attend, EVERYWHERE, score_share=lambda m: 1.0, products=PLAIN),
 }

@@ -75,8 +75,12 @@ def estimate(cfg, machine):
 
 def seconds_of(work, chip, dtype):
     """{part: seconds} of a `Work` in a --model_dtype, without those of links."""
-    flops = work.flops + (attention_slowdown(chip) - 1) * work.attention
-    products = flops / chip.speed_in(dtype) + work.product_traffic / chip.memory_speed
+    speed = chip.speed_in(dtype)
+    attention = attention_slowdown(chip) * work.attention / speed
+    if work.attention_traffic:  # products as all others, most of which wait for memory
+        attention = max(work.attention / speed, work.attention_traffic / chip.memory_speed)
+    products = (work.flops - work.attention) / speed + attention
+    products += work.product_traffic / chip.memory_speed
     others = work.other_traffic / chip.memory_speed
     launches = chip.gpu * LAUNCHES * LAUNCH * work.layer_passes
     return {"matrix products": products, "memory": others + launches}
@@ -235,12 +239,16 @@ def layers_of(step):
         n = step.batches * layers * times
         kept = layers * times * channel * layer_costs.kept(layer)
         of_attention = layers * times * channel * layer_costs.attention_kept(layer)
+        scores = channel * layer_costs.scores_kept(layer)
+        passes = layer_costs.score_traffic(layer)
         intermediates = n * channel * (layer.computed + layer.in_experts)
         traffic = fit.kept[remat] * step.batches * kept
         traffic += fit.intermediates * (intermediates + step.batches * of_attention)
+        traffic += n * passes.others
         work = Work(
             flops=n * layer_costs.flops(layer),
             attention=n * layer.all_scores,
+            attention_traffic=n * passes.products,
             layer_passes=n,
             product_traffic=fit.product_intermediates * intermediates,
             other_traffic=traffic,
@@ -250,6 +258,10 @@ def layers_of(step):
         all_kept += kept + of_attention
         width = copies * layer.computed + fit.expert_copies * layer.most_in_experts
         widest = max(widest, channel * width)
+        if layer.recomputes:  # the scores of one layer, when the rest of its intermediates is gone
+            widest = max(widest, scores)
+        else:
+            all_kept += layers * times * scores
     return Layers(total(works), all_kept, widest)
 
 

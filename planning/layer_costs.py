@@ -19,8 +19,9 @@ class Layer(NamedTuple):
     keeps_experts: bool  # whether the inputs of routed experts are kept, rather than sent again
     keeps_attention: bool  # whether the attention kernel's output is kept
     keeps_scores: bool  # whether the attention kernel keeps scores, rather than recomputes them
-    forward_scores: float  # operations of attention's products in the forward pass
-    all_scores: float  # the same in all passes
+    blocks: int  # of queries in attention
+    scores: float  # numbers in attention's scores
+    all_scores: float  # operations of attention's products in all passes
     rows: int  # rows that routed experts multiply, with empty ones, where the load is even
     expert_devices: int  # devices over which all experts are distributed
     products: float  # channels of the results of products, which --remat dots keeps
@@ -44,9 +45,9 @@ def layer_of(step, kind):
     in_tiles = choose_transport(m, step.machine.kernels) == "tiles"
 
     kernel = attention.ATTENTION[attention.choose_kernel(m, step.machine.kernels)]
-    pairs = 2 * step.tokens * m.T * (m.n_head / step.mesh["tp"]) * kernel.score_share(m)
+    scores = step.tokens * m.T * (m.n_head / step.mesh["tp"]) * kernel.score_share(m)
     forward, *backward = [
-        pairs * (keys * cost.query_channels + values * cost.value_channels)
+        2 * scores * (keys * cost.query_channels + values * cost.value_channels)
         for keys, values in kernel.products.values()
     ]
     # the gradients of two products take twice their operations; a kernel that needs more recomputes scores
@@ -67,7 +68,8 @@ def layer_of(step, kind):
         keeps_experts=m.remat == "experts" and not in_tiles,
         keeps_attention=keeps_attention,
         keeps_scores=keeps_scores,
-        forward_scores=forward,
+        blocks=kernel.blocks(m),
+        scores=scores,
         all_scores=forward * (1 + again) + sum(backward),
         rows=rows,
         expert_devices=devices,
@@ -198,8 +200,53 @@ def attention_kept(layer):
     return layer.step.cfg.model.n_head * (layer.cost.value_channels + 4 / layer.step.width)
 
 
+def scores_kept(layer):
+    """The same of scores and what is made of them, where --remat none keeps all."""
+    if not layer.keeps_scores:
+        return 0
+    return layer.step.fit.scores_kept * layer.scores / layer.step.own_tokens
+
+
+class ScoreTraffic(NamedTuple):
+    """Bytes that attention reads and writes in all passes of a layer because its scores are in memory."""
+
+    products: float = 0.0  # in matrix products
+    others: float = 0.0  # in all other operations
+
+
+def score_traffic(layer):
+    """The `ScoreTraffic` of `kernels/attention.py: attend` and `blockwise_attention` on a GPU, as its compiler divides
+    them into operations.
+
+    Forward, a product writes the scores in float32. One pass reads them for their largest, another for the weights,
+    their exponentials in --model_dtype, which the product with the values reads. A recomputation makes both passes
+    twice, for the output and for the gradients. Backward, a product writes the gradients of the weights, a pass makes
+    those of the scores of them and of the scores, and three products read these or the weights.
+
+    Each block of queries meets the keys and values up to its own end, and makes a copy of these. The gradients of each
+    copy are read and written once more, to be added to those of other blocks.
+    """
+    s, cost = layer.step, layer.cost
+    if not layer.keeps_scores or s.machine.platform != "gpu":  # other compilers were not looked at
+        return ScoreTraffic()
+    m = s.cfg.model
+    again = layer.recomputes
+    products = 4 + s.width + again * (4 + s.width) + 4 * s.width
+    others = 8 + s.width + 2 * again * (8 + s.width) + 4 + 2 * s.width
+    # bytes of the key and the value of a head, or of its query and its output
+    head = s.tokens * (cost.query_channels + cost.value_channels) * s.width
+    queries = m.n_head / s.mesh["tp"] * head
+    keys = m.kv_heads / s.mesh["tp"] * head
+    met = keys * (layer.blocks + 1) / 2
+    copied = 2 * (met - keys)  # read and written; the last block takes all keys as they are
+    return ScoreTraffic(
+        products=products * layer.scores + (3 + again) * (met + queries),
+        others=others * layer.scores + (2 + 2 * again) * copied,
+    )
+
+
 def kept(layer):
-    """Channels that a layer keeps for the backward pass, except for those of `attention_kept`."""
+    """Channels that a layer keeps for the backward pass, except for those of `attention_kept` and `scores_kept`."""
     s, fit = layer.step, layer.step.fit
     m = s.cfg.model
     if m.remat == "dots":
@@ -208,8 +255,4 @@ def kept(layer):
         per_row = m.model_dimension + layer.cost.branches * m.expert_width
         in_experts = layer.keeps_experts * layer.rows / s.own_tokens * per_row
         return m.model_dimension + in_experts
-    n = fit.channels_kept * layer.computed + fit.expert_channels_kept * layer.in_experts
-    if layer.keeps_scores:
-        per_score = 2 * (layer.cost.query_channels + layer.cost.value_channels)
-        n += fit.scores_kept * layer.forward_scores / per_score / s.own_tokens
-    return n
+    return fit.channels_kept * layer.computed + fit.expert_channels_kept * layer.in_experts

@@ -103,6 +103,7 @@ class Work(NamedTuple):
 
     flops: float = 0.0  # of matrix products
     attention: float = 0.0  # the part of these in attention's products of queries, keys and values
+    attention_traffic: float = 0.0  # bytes that these read and write where scores are in memory
     layer_passes: float = 0.0  # passes of a microbatch through a layer, forward and backward as one
     product_traffic: float = 0.0  # bytes that matrix products read and write
     other_traffic: float = 0.0  # bytes that all other operations read and write

@@ -910,6 +910,33 @@ def test_a_single_gpu_computes_nothing_twice_where_it_has_room_for_a_full_microb
     assert few == ("none", 8)
 
 
+def test_a_run_repeated_elsewhere_chooses_what_it_keeps_anew(tmp_path):
+    """A file that no run wrote says what to keep, and so does a flag."""
+    path = tmp_path / "config.json"
+    words = f"--config {path}"
+
+    def remat(words, sequences, kind="NVIDIA H200"):
+        """--remat of a device that has room for so many sequences, kept whole."""
+        found = Found(1, device_kind=kind, memory_share=lambda cfg: room_taken(cfg) / sequences)
+        return settle.settle(command_line.parse(words.split()), found).model.remat
+
+    def room_taken(cfg):
+        micro = cfg.data.train_batch_size / cfg.data.microbatches
+        return micro / (1 if cfg.model.remat == "none" else 4)
+
+    of_a_run = dict(preset="gpt2-124m", remat="none", data_fingerprint="x")
+    path.write_text(json.dumps(of_a_run))
+    assert remat(words, 120) == "none"
+    assert remat(words, 12) == remat(words, 12, "Tesla T4") == "attention"
+    assert remat(words, 120, "TPU v4") == "attention"
+    assert remat(f"{words} --remat none", 12) == "none"
+    path.write_text(json.dumps(of_a_run | dict(remat="full")))
+    assert remat(words, 120) == "none"
+    del of_a_run["data_fingerprint"]
+    path.write_text(json.dumps(of_a_run))
+    assert remat(words, 12) == remat(words, 120, "TPU v4") == "none"
+
+
 def test_a_mesh_that_cannot_share_the_batch_gets_a_sentence():
     words = "--preset moe-1.6b --n_device_axis 6 1 1"
     mesh = "which dp x pp = 6 of the mesh (dp, pp, tp) = (6, 1, 1) must divide"

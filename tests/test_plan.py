@@ -478,3 +478,15 @@ def test_a_train_step_costs_what_the_formulas_say(preset, name, mesh):
     compiled = machines.compile_step(cfg, machines.devices_of(machine))
     assert compiled.arguments + compiled.temporaries < machine.chip.memory
     check_program(compiled.text, cfg, machine)
+
+
+@gpu_compiler
+def test_scores_in_memory_take_the_time_that_the_formulas_say():
+    """On a T4, which has no kernel that keeps them out of memory."""
+    machine = machines.parse_machine("gpu:1xT4")
+    flags = dict(blocks=1, T=256, vocab_size=1024, model_dtype="float16", remat="attention")
+    batch = dict(global_batch_size=64, microbatch_size=64, n_device_axis=(1, 1, 1))
+    cfg = settle.validate(utils.replace(presets.preset("gpt2-124m"), **flags | batch), 1)
+    compiled = machines.compile_step(cfg, machines.devices_of(machine))
+    e, program = costs.estimate(cfg, machine), Program(compiled.text, cfg, machine)
+    assert sum(e.seconds.values()) == pytest.approx(program.products + program.others, rel=0.15)
