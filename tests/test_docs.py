@@ -189,8 +189,7 @@ STATED = {
     "README.md": [
         "val {tiny[first_val_loss]:.4f}  ",
         "train {tiny[final_train_loss]:.4f}  val {tiny[final_val_loss]:.4f} ",
-        "After 40 steps both have a validation loss of {tiny[first_val_loss]:.4f},",
-        "both have a validation loss of {mesh[first_val_loss]:.4f},",
+        "After 40 steps they have validation losses of {tiny[first_val_loss]:.4f} and {mesh[first_val_loss]:.4f},",
         "after 400 of {tiny[final_val_loss]:.4f} and {mesh[final_val_loss]:.4f}:",
         "They end at {tiny[final_val_loss]:.2f} and {gpt2-tiny[final_val_loss]:.2f} nats per token.",
         "compiled in {tiny[speed][seconds_compiling]}s",
