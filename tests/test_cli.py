@@ -774,9 +774,9 @@ def test_a_program_names_the_nearest_flag_and_takes_the_flags_of_main_py_too():
 
 FOLLOW = {  # words, and the defaults that change with them
     "--n_experts 1": dict(experts_per_token=1),
-    "--training_steps 20": dict(end_steps=20, warmup_steps=2),
+    "--training_steps 10": dict(end_steps=10, warmup_steps=1),
     "--training_steps 460 --schedule wsd": {},
-    "--schedule wsd --decay_steps 390": dict(warmup_steps=1),
+    "--schedule wsd --decay_steps 395": dict(warmup_steps=0),
     "--head_dim 32 --model_dimension 127": {},
     "": {},
 }

@@ -71,8 +71,8 @@ def expected(tmp_path, tokens):
 
 
 def test_probabilities_are_those_of_the_model(served, tmp_path):  # noqa: F811
-    likely = expected(tmp_path, [256, *b"ab"])[-1]
-    for prompt in ("ab", [256, 97, 98]):
+    likely = expected(tmp_path, [256, *b"ba"])[-1]
+    for prompt in ("ba", [256, 98, 97]):
         _, answer = post(served, asked(0, prompt=prompt, logprobs=5))
         (choice,) = answer["choices"]
         found = choice["logprobs"]

@@ -133,8 +133,9 @@ def test_other_types_have_no_scale_in_steps_or_checkpoints(dtype, train, tmp_pat
     assert "loss_scale" not in metrics_of(run)[0]
 
 
-# A token whose choice of experts hangs by rounding may turn the whole step of a router's bias.
-NO_BIAS = dict(bias_update_rate=0.0, optimizer="muon")
+# A token whose choice of experts hangs by rounding may turn the whole step of a router's bias. And what layers have
+# added is small at first: as the difference of two float16 numbers it has few digits.
+NO_BIAS = dict(bias_update_rate=0.0, optimizer="muon", backout=False)
 MESHES = [
     ((8, 1, 1), dict(NO_BIAS, accumulation_steps=2, sequences=64)),
     ((2, 2, 2), dict(NO_BIAS, **given("--fsdp full"))),
