@@ -147,10 +147,10 @@ def words_of(flags, **added):
 
 def this_machine():
     """The name of this machine for --design. Raises UserError where jax's devices are unknown."""
-    from planning import machines  # here: it imports jax
-
     if platforms.platform() == "cpu":
         return "cpu"
+    from planning import machines  # here: it imports jax
+
     # in another process, since jax would keep the memory of the devices from main.py
     asked = "import jax; print(jax.device_count(), jax.devices()[0].device_kind, sep='\\n')"
     done = subprocess.run([sys.executable, "-c", asked], stdout=subprocess.PIPE, text=True)
