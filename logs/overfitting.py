@@ -6,7 +6,10 @@ from typing import NamedTuple
 
 HELD_OUT = "loss/val_cross_entropy_loss"
 TRAINING = "loss/train_cross_entropy_loss"
-RISES = 3  # evaluations in a row, each with a larger held-out loss than the one before, that mean overfitting
+# Evaluations in a row, each worse than the best one by this share of its loss, that mean overfitting. Held-out loss goes
+# up and down by less than that from one evaluation to the next, and a rise in steps has some that fall.
+WORSE = 3
+RISE = 0.01
 
 
 class Overfit(NamedTuple):
@@ -55,8 +58,8 @@ def overfit(rows):
 def overfit_in(found):
     """The `Overfit` of a run with these `Evaluation`s, or None.
 
-    A run overfits once held-out loss has risen at RISES evaluations in a row, while training loss has fallen since the
-    best one. It stops overfitting when an evaluation is better than the best. Training loss is noisy from step to step,
+    A run overfits once WORSE evaluations in a row are worse than the best one by RISE of its loss, while training loss
+    has fallen since then. It stops overfitting when an evaluation is better than the best. Training loss is noisy from step to step,
     so means between evaluations are compared: the mean before the newest evaluation with the first mean after the best
     one. (The mean before the best one may include the high losses at the beginning of a run. Later losses stay below
     it even when they rise again.)
@@ -65,17 +68,17 @@ def overfit_in(found):
         held-out loss                           3.50  3.21  3.25  3.29  3.34
         mean training loss since the one before 3.90  3.30  3.10  3.00  2.80
 
-    has risen three times from 3.21, while training loss fell from 3.10 to 2.80: Overfit(200, 3.21, 3.34).
+    is above 3.21 by more than 0.03 three times, while training loss fell from 3.10 to 2.80: Overfit(200, 3.21, 3.34).
     """
     best = 0  # index of the best evaluation so far
-    rises = 0  # evaluations in a row that were worse than the one before
+    worse = 0  # evaluations in a row
     is_overfit = False
     for n in range(1, len(found)):
         if found[n].held_out < found[best].held_out:
-            best, rises, is_overfit = n, 0, False
+            best, worse, is_overfit = n, 0, False
             continue
-        rises = rises + 1 if found[n].held_out > found[n - 1].held_out else 0
-        if rises >= RISES and found[n].training < found[best + 1].training:
+        worse = worse + 1 if found[n].held_out > (1 + RISE) * found[best].held_out else 0
+        if worse >= WORSE and found[n].training < found[best + 1].training:
             is_overfit = True
     if not is_overfit:
         return None

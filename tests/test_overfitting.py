@@ -22,7 +22,9 @@ from training.train_state import abstract_params
     "held_out, training, found",
     [
         (WORSE, FALLING, FOUND),
-        (WORSE[:-1], FALLING, None),  # it rose twice
+        (WORSE[:-1], FALLING, None),  # it was worse twice
+        ([3.5, 3.21, 3.3, 3.26, 3.4], FALLING, Overfit(40, 3.21, 3.4)),  # it rises in steps
+        ([3.5, 3.21, 3.22, 3.23, 3.24], FALLING, None),  # by less than it varies
         (WORSE, [3.9, 3.3, 3.1, 3.2, 3.3], None),  # it diverges
         ([3.21, 3.25, 3.29, 3.34], [5.0, 3.1, 3.2, 3.3], None),  # below the beginning
         ([3.5, 3.21, 3.25, 3.24, 3.29, 3.28], [*FALLING, 2.7], None),  # it goes up and down
