@@ -101,6 +101,12 @@ def count_params(cfg):
     return total - embedding, round(active) - embedding, embedding
 
 
+def active_params(cfg):
+    """The number of parameters that a token uses, with the embedding."""
+    _, active, embedding = count_params(cfg)
+    return active + embedding
+
+
 def flops_per_token(cfg):
     """Floating-point operations of the forward and backward pass per training token, without recomputation: 6 for each
     active weight (PaLM, arXiv:2204.02311, appendix B), the head included, and causal attention at half of T x T."""

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+import model
 import utils
 from config import checks, command_line, resume, settle
 from config.flags import Found
@@ -115,6 +116,7 @@ def open_and_settle(flags, workbench, lock):
         jax.device_count(),
         device_kind=jax.devices()[0].device_kind,
         memory_share=workbench.plans_of_runs().memory_share(),
+        active_params=model.active_params,
         weights=of_weights,
         stored=stored,
         is_data_open=True,

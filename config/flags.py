@@ -36,6 +36,8 @@ class Found:
     """Their kind, as jax names it; "" where no device was asked."""
     memory_share: Callable | None = None
     """Config -> the share of a device's memory that a step needs; None where that is not known."""
+    active_params: Callable | None = None
+    """Config -> the parameters that a token uses, with the embedding; None where that is not known."""
     weights: dict = field(default_factory=dict)
     """{flag: value} of the model whose weights --init_from names, of `weights.open_weights`; {} without that flag."""
     stored: dict = field(default_factory=dict)

@@ -1,14 +1,75 @@
-"""Little text: where the shards hold too little for the preset's sequences, these get shorter, and batches smaller."""
+"""Little text: where the shards hold too little for the preset's sequences, these get shorter, and batches smaller.
+Where a run reads a text many times, decay and dropout keep it from learning that by heart.
+"""
 
 import os
 
 from config.flags import free_of_weights
+from utils import flatten
 
 # The sequences that training and validation have at least, before they get shorter than the preset's, down to SHORTEST
 # tokens, and the steps that an epoch has at least, before these get fewer sequences.
 FEWEST = {"train": 32, "val": 4}
 SHORTEST = 16
 EPOCH = 8
+# What a run does against learning its text by heart: the share of channels that dropout zeroes, and the share of each
+# weight that decay removes in a step at --max_lr. It does all of it where the times that it reads the text again, times
+# its active parameters for each token of the text, are MUCH, and nothing where they are LITTLE. Measured on 1 and 4 MB
+# of prose and code (dev/log.md, 2026-11-29).
+DROPOUT, DECAY = 0.2, 0.02
+LITTLE, MUCH = 1, 8
+
+
+def is_new_of_one_text(flags, found):
+    """Whether it is a new run on the shards of one text, which say how many tokens they hold."""
+    splits = sorted(os.path.basename(folder) for _, folder, _ in found.shards)
+    told = all(manifest for *_, manifest in found.shards)
+    return splits == ["train", "val"] and told and not found.resumes
+
+
+def rates(flags, found):
+    """{flag: value} of `not_by_heart`, where random weights are trained on one text alone. What was given stays."""
+    known = found.active_params and is_new_of_one_text(flags, found)
+    if flags.cfg.run.init_from or not known:
+        return {}
+    now = flatten(flags.cfg)
+    tokens = now["training_steps"] * now["global_batch_size"] * now["T"]
+    return not_by_heart(now, tokens, tokens_to_train_on(found), found.active_params(flags.cfg))
+
+
+def not_by_heart(now, tokens, text, parameters):
+    """{flag: value} of --dropout_rate and --weight_decay for a run with the {flag: value} `now`, a model of that many
+    active parameters that trains on that many tokens of a text of `text` tokens. What they are already is the least.
+
+    Example: `tiny` with 1.3M parameters, 800 steps on 241,000 tokens. It reads these 6.8 times, so 5.8 times again,
+    with 5.4 parameters for each: 31 is more than MUCH. Dropout becomes 0.2, and decay 0.02 / 16e-3 = 1.25, not 0.4.
+    """
+    again = max(0.0, tokens / text - 1)
+    share = min(1.0, max(0.0, (again * parameters / text - LITTLE) / (MUCH - LITTLE)))
+    found = dict(dropout_rate=max(now["dropout_rate"], round(DROPOUT * share, 2)))
+    if now["optimizer"] == "muon":  # AdamW's rates are another scale
+        decay = float(f"{DECAY * share / now['max_lr']:.3g}")
+        found["weight_decay"] = max(now["weight_decay"], decay)
+    return found
+
+
+def tokens_to_train_on(found):
+    """Tokens of the training split."""
+    (made,) = [made for _, folder, made in found.shards if os.path.basename(folder) == "train"]
+    return made["tokens"]
+
+
+def tell_rates(flags, settled, found):
+    """What `rates` changed, in words, or ""."""
+    before, now = flatten(flags.cfg), flatten(settled.cfg)
+    if all(before[flag] == now[flag] for flag in ("dropout_rate", "weight_decay")):
+        return ""
+    text = tokens_to_train_on(found)
+    epochs = now["training_steps"] * now["global_batch_size"] * now["T"] / text
+    return (
+        f"{text:,} tokens of text are read {epochs:.1f} times, so that they are not learned by heart: dropout "
+        f"{now['dropout_rate']:g}, decay {now['weight_decay']:g}"
+    )
 
 
 def sizes(flags, found):

@@ -228,6 +228,12 @@ RULES = MODEL_RULES + (
         "a device holds activations of a microbatch",
         is_final=True,
     ),
+    Rule(
+        "dropout_rate weight_decay",
+        little_text.rates,
+        "what is read many times must not be learned by heart",
+        tell=little_text.tell_rates,
+    ),
     Rule("end_of_text", end_of_text, "a mask needs the token between documents"),
     Rule("max_tokens", prompt.max_tokens, "prompt and sample must fit in --T"),
 )

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 HELD_OUT = "loss/val_cross_entropy_loss"
 TRAINING = "loss/train_cross_entropy_loss"
-# Evaluations in a row, each worse than the best one by this share of its loss, that mean overfitting. Held-out loss goes
-# up and down by less than that from one evaluation to the next, and a rise in steps has some that fall.
+# Evaluations in a row, each worse than the best one by this share of its loss, that mean overfitting. Held-out loss
+# goes up and down by less than that from one evaluation to the next, and a rise in steps has some that fall.
 WORSE = 3
 RISE = 0.01
 
@@ -59,16 +59,16 @@ def overfit_in(found):
     """The `Overfit` of a run with these `Evaluation`s, or None.
 
     A run overfits once WORSE evaluations in a row are worse than the best one by RISE of its loss, while training loss
-    has fallen since then. It stops overfitting when an evaluation is better than the best. Training loss is noisy from step to step,
-    so means between evaluations are compared: the mean before the newest evaluation with the first mean after the best
-    one. (The mean before the best one may include the high losses at the beginning of a run. Later losses stay below
-    it even when they rise again.)
+    has fallen since then. It stops overfitting when an evaluation is better than the best. Training loss is noisy from
+    step to step, so means between evaluations are compared: the mean before the newest evaluation with the first mean
+    after the best one. (The mean before the best one may include the high losses at the beginning of a run. Later
+    losses stay below it even when they rise again.)
 
         step                                     100   200   300   400   500
         held-out loss                           3.50  3.21  3.25  3.29  3.34
         mean training loss since the one before 3.90  3.30  3.10  3.00  2.80
 
-    is above 3.21 by more than 0.03 three times, while training loss fell from 3.10 to 2.80: Overfit(200, 3.21, 3.34).
+    is above 3.21 by 0.03 and more three times, while training loss fell from 3.10 to 2.80: Overfit(200, 3.21, 3.34).
     """
     best = 0  # index of the best evaluation so far
     worse = 0  # evaluations in a row

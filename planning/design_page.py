@@ -10,6 +10,7 @@ from planning.command import machine_of_flag
 from planning.design import (
     EPOCHS,
     LOCAL,
+    MOST_EPOCHS,
     SPARE,
     budget_of,
     check_asked,
@@ -73,6 +74,7 @@ def page(asked, found, text, others):
     hours or tokens}."""
     plan, cfg = found.plan, found.plan.cfg
     o, m = cfg.optimizer, cfg.model
+    dropout = f", dropout {m.dropout_rate:g}" if m.dropout_rate else ""
     by = plan.machine.compiler if plan.compiled else "formulas"
     return [
         f"design       {asked.design}{amount_of(asked)}: written to {asked.design_json}",
@@ -80,12 +82,12 @@ def page(asked, found, text, others):
         f"data         {data_in_words(found, text)}",
         f"batch        {tokens_in_words(cfg)}",
         f"optimizer    {o.optimizer}: rate {o.max_lr:g} after {o.warmup_steps:,} steps of warm-up, then {o.schedule} "
-        f"to {o.end_lr:g}; decay {o.weight_decay:g}, momentum {o.muon_momentum:g}",
+        f"to {o.end_lr:g}; decay {o.weight_decay:g}, momentum {o.muon_momentum:g}{dropout}",
         f"mesh         (dp, pp, tp) = {cfg.run.n_device_axis}, {cfg.data.microbatches} microbatches, "
         f"--remat {m.remat}, --fsdp {m.fsdp}",
         f"memory       {size(plan.memory.total)} of a device's {size(plan.memory_limit)}",
         f"step         {plan.step:.3f} s by {by}: {plan.tokens_per_second:,.0f} tokens/s, MFU {plan.mfu:.1%}",
-        *cost_lines(asked, plan),
+        *cost_lines(asked, plan, found.tokens > 0.99 * MOST_EPOCHS * text.tokens),
         *loss_lines(found, text),
         *[other_line(factor, asked, other) for factor, other in others.items()],
         *first_lines(asked, found, text),
@@ -124,17 +126,21 @@ def data_in_words(found, text):
     if epochs:
         words += f" has {short(text.tokens)}, so {epochs:.2f} epochs"
     if epochs > EPOCHS + 0.1:
-        words += f" (more than {EPOCHS} bring little; look for more text)"
+        words += " (little text for that time: more would help most)"
     return words + (f", made by: {text.make}" if text.make and not text.shards else "")
 
 
-def cost_lines(asked, plan):
-    """The hours of a run, and what its machine costs."""
+def cost_lines(asked, plan, is_text_over):
+    """The hours of a run, and what its machine costs. is_text_over: whether the run ends since its text has no more to
+    give."""
     machine = plan.machine
-    hours = asked.hours or plan.hours / (1 - SPARE)
     lines = [f"run          {duration(3600 * plan.hours)} of steps"]
-    if asked.hours:
-        whole = duration(3600 * asked.hours)
+    hours = plan.hours / (1 - SPARE)
+    if is_text_over:
+        lines[0] += f", since this text gives little after {MOST_EPOCHS} epochs"
+    elif asked.hours:
+        hours = asked.hours
+        whole = duration(3600 * hours)
         lines[0] += f"; the rest of {whole} is for all else: starts, evaluation, checkpoints"
     if machine.platform != "cpu":
         price = prices.price_of(machine.chip.name, machine.n // machine.chip.cores, hours)
@@ -173,7 +179,7 @@ def first_lines(asked, found, text):
     """The commands to try first: a tenth of the tokens, at the rate that the recipe has for so few, and at half of
     it."""
     cfg = found.plan.cfg
-    short_run = training_flags(cfg, found.tokens / 10, found.active)
+    short_run = training_flags(cfg, found.tokens / 10, found.active, text)
     changed = {
         flag: value for flag, value in short_run.items() if value != utils.flatten(cfg)[flag]
     }

@@ -1171,6 +1171,63 @@ def test_little_text_makes_a_training_small_and_what_was_given_stays(train, val,
     assert ("little text" in said) == changed and "--" not in said
 
 
+REPEATED = {  # tokens to train on, flags, and (dropout, decay) of a run of `tiny`, which trains on 819,200
+    (10**6, ""): (0, 0.4),
+    (409_600, ""): (0.04, 0.4),  # again once: 0.02 x 0.2 / 16e-3 is less than 0.4
+    (204_800, ""): (0.2, 1.25),
+    (10_240, ""): (0.2, 1.25),
+    (204_800, "--dropout_rate 0.3 --weight_decay 0.1"): (0.3, 0.1),
+    (204_800, "--max_lr 8e-3"): (0.2, 2.5),
+    (204_800, "--training_steps 100"): (0, 0.4),
+    (204_800, "--preset gpt2-tiny"): (0.2, 0),  # AdamW keeps its decay
+}
+
+
+@pytest.mark.parametrize("tokens, flags", REPEATED)
+def test_what_is_read_many_times_is_not_learned_by_heart(tokens, flags, capsys):
+    words = ["--preset", "tiny", *flags.split()]
+    own = rates_of(words, Found(1))
+    assert TOLD not in capsys.readouterr().out
+    now = rates_of(words, found_little(tokens))
+    assert now == pytest.approx(REPEATED[tokens, flags], rel=0.01)
+    assert (TOLD in capsys.readouterr().out) == (now != own)
+
+
+def test_other_trainings_keep_their_dropout_and_decay():
+    words = ["--preset", "tiny"]
+    own = rates_of(words, Found(1))
+    assert rates_of(words, found_little(10_000)) != own
+    # of an unknown number of tokens, of a mixture, or of weights that know more than this text
+    nameless = [(root, folder, {}) for root, folder, _ in little(10_000, 10**5)]
+    assert rates_of(words, found_little(10_000, shards=nameless)) == own
+    assert rates_of(words, found_little(10_000, shards=2 * little(10_000, 10**5))) == own
+    weights = dict(architecture="deepseek", vocab_size=300)
+    assert rates_of([*words, "--init_from", "x"], found_little(10_000, weights=weights)) == own
+    # a run that is resumed has those with which it began, however long it is now
+    began = found_little(500_000)
+    stored = utils.flatten(settle.settle(command_line.parse(words), began))
+    stored = json.loads(json.dumps(stored | {"data_fingerprint": "x"}))
+    longer = [*words, "--training_steps", "4000"]
+    assert rates_of(longer, began) != rates_of(words, began)
+    resumed = dataclasses.replace(began, stored=stored)
+    assert rates_of(longer, resumed) == rates_of(words, began)
+
+
+TOLD = "learned by heart"
+
+
+def found_little(tokens, **more):
+    """What is found beside shards of so many tokens and a model of a million parameters."""
+    of_text = dict(shards=little(tokens, 10**5)) | more
+    return Found(1, active_params=lambda cfg: 1_000_000, **of_text)
+
+
+def rates_of(words, found):
+    """(dropout, decay) of a command line."""
+    cfg = settle.settle(command_line.parse(words), found)
+    return cfg.model.dropout_rate, cfg.optimizer.weight_decay
+
+
 def test_little_text_makes_the_same_training_on_every_mesh():
     """As long as a batch has a sequence for each device; and a run keeps its own sizes."""
     found = set()

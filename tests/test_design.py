@@ -97,16 +97,34 @@ def test_given_flags_stay_and_the_rest_follows(designed):
     assert preset["architecture"] == "gpt2" and preset["model_dimension"] == 128
 
 
-def test_text_is_seen_four_times_at_most(designed, text_shards, capsys):
+def test_tokens_are_of_four_epochs_at_most(designed, text_shards):
     """A model of less text is smaller, and never of another vocabulary."""
-    n = sum(
-        x["tokens"] for x in json.loads((text_shards / "train/manifest.json").read_text())["shards"]
-    )
-    flags, page = designed("1xL4", hours=5, data=text_shards)
+    n = tokens_of(text_shards)
+    flags, page = designed("1xL4", tokens=1e12, data=text_shards)
     step = flags["global_batch_size"] * flags["T"]
     assert abs(flags["design"]["tokens"] - design.EPOCHS * n) < step and "4.00 epochs" in page
     assert flags["model_dimension"] == 64 and flags["vocab_size"] == 512
     assert flags["data"] == str(text_shards)
+
+
+def test_hours_that_little_text_leaves_over_read_it_again(designed, text_shards):
+    """More often the more hours there are, by a larger model, against what would learn it by heart; up to where it has
+    no more to give, whatever the hours."""
+    n = tokens_of(text_shards)
+    found = []
+    for hours in (0.03, 0.1, 5):
+        flags, page = designed("1xT4", hours=hours, data=text_shards)
+        assert design.EPOCHS < flags["design"]["tokens"] / n < design.MOST_EPOCHS + 1, hours
+        assert f"dropout {flags['dropout_rate']:g}" in page and "little text" in page
+        found.append((flags["model_dimension"], flags["design"]["tokens"]))
+    assert found == sorted(found) and found[0] < found[-1]
+    assert f"gives little after {design.MOST_EPOCHS} epochs" in page
+
+
+def tokens_of(shards):
+    """Tokens to train on."""
+    made = json.loads((shards / "train/manifest.json").read_text())
+    return sum(shard["tokens"] for shard in made["shards"])
 
 
 def test_more_hours_train_a_larger_model(designed):

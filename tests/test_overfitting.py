@@ -71,7 +71,9 @@ def test_a_run_that_overfits_says_so_and_its_best_checkpoint_is_taken(
     folder, _ = corpus_of("random text.txt", TextOptions(), vocab_size=257)
     flags = TINY | dict(data=folder, tokenizer="", vocab_size=257, max_lr=0.005, warmup_steps=0)
     flags |= dict(training_steps=400, eval_every=40, save_steps=0, model_dimension=128, prompt=None)
-    flags |= dict(blocks=2, ffn_dim=256, end_steps=400, n_head=4, weight_decay=0.0)
+    flags |= dict(
+        blocks=2, ffn_dim=256, end_steps=400, n_head=4, weight_decay=0.0, dropout_rate=0.0
+    )
     assert train(**flags) == 0
     out = capsys.readouterr().out
     losses = re.findall(r"step (\d+)/400 .* val (\d+\.\d+)", out)

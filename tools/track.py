@@ -285,7 +285,8 @@ def result_in_words(found, target):
 
 def facts_of(flags, row, last, command):
     """{name: words} of a run. flags: its config.json. row: its last row. last: its last `Evaluation`."""
-    from planning import design, design_page  # here: they import jax
+    import model  # here: these import jax
+    from planning import design_page
 
     cfg = stored_config(flags)
     total, _ = global_batches(flags)
@@ -294,7 +295,7 @@ def facts_of(flags, row, last, command):
     mfu = f"{plan['mfu'] * speed / plan['tokens_per_second']:.1%}" if plan else "not known"
     parts = [f"{PARTS[part]} {s:,.1f} s" for part, s in spent_in(row).items() if s]
     program = f"moe-pretraining, commit {flags['commit'] or 'unknown'}; jax {version('jax')}"
-    model = design_page.model_in_words(cfg, design.active_params(cfg))
+    parameters = design_page.model_in_words(cfg, model.active_params(cfg))
     epochs = ""
     if "data/epoch" in row:  # not with --mix
         n = len(list_split(os.path.join(flags["data"], "train")))
@@ -303,7 +304,7 @@ def facts_of(flags, row, last, command):
         "machine": f"{flags['n_devices']} x {flags['device_kind']}, mesh (dp, pp, tp) = {cfg.run.n_device_axis}",
         "program": f"{program}, Python {platform.python_version()}",
         "command": f"`{command}`",
-        "model": f"{flags['architecture']}, {model}",
+        "model": f"{flags['architecture']}, {parameters}",
         "trained on": f"{last.tokens:,} tokens in {last.step:,} steps of {total} x {flags['T']:,}{epochs}",
         "speed": f"{speed:,.0f} tokens a second of training, MFU {mfu}",
         "time": ", ".join(parts),
