@@ -17,7 +17,7 @@ EPOCH = 8
 # its active parameters for each token of the text, are MUCH, and nothing where they are LITTLE. Measured on 1 and 4 MB
 # of prose and code (dev/log.md, 2026-11-29).
 DROPOUT, DECAY = 0.2, 0.02
-LITTLE, MUCH = 1, 8
+LITTLE, MUCH = 4, 12
 
 
 def is_new_of_one_text(flags, found):

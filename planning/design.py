@@ -2,8 +2,8 @@
 
 Before it come planning/recipe.py, the rules of sizes and rates, and planning/plan.py, what a step costs. One number is
 searched for, the width of the model: it is the largest whose active parameters see TOKENS_PER_PARAMETER tokens each
-within the budget, or, where the text is too little for the hours, the one that learns most from reading it again and
-again. Everything else follows from it. What comes next is a file of flags, with which `main.py --config` trains.
+within the budget, or, where the text is too little for that, the largest that reads it EPOCHS times in the hours.
+Everything else follows from it. What comes next is a file of flags, with which `main.py --config` trains.
 """
 
 import bisect
@@ -30,13 +30,11 @@ from shards.listing import manifests
 # The share of the hours in which no step runs: compilation, evaluation, checkpoints, a restart or two. And the seconds
 # of a start, which count in a run of minutes.
 SPARE, START = 0.1, 60
-# Up to which repeated text is worth almost as much as new text: arXiv:2305.16264, section 6.
+# Up to which repeated text is worth almost as much as new text: arXiv:2305.16264, section 6. Where hours are left they
+# bring more as a larger model than as further epochs (arXiv:2605.01640; dev/log.md, 2026-11-29).
 EPOCHS = 4
-# After these a text that is read again has given 98% of what it can (recipe.worth), and more hours are not used.
-MOST_EPOCHS = 64
-# The most active parameters for each token of a text that is read so often: 27 were the best in github.com/qlabs-eng/
-# slowrun, with strong decay and dropout (its README, "limited track").
-MOST_PARAMETERS = 20
+# Active parameters for each token of a text, at most: larger models were not tried.
+MOST_PARAMETERS = 200
 # A compiler that has not ended by then is not asked further. For a large design the TPU compiler takes five minutes of
 # a core, the GPU compiler one.
 COMPILE_SECONDS = 600
@@ -56,16 +54,10 @@ class Budget(NamedTuple):
 
     seconds: float  # of steps; inf: any number
     tokens: float  # to train on; inf: any number
-    text: float  # tokens that there are to read; inf: any number
 
     def times(self, factor):
-        """A budget that much larger, of the same text."""
-        return self._replace(seconds=self.seconds * factor, tokens=self.tokens * factor)
-
-    @property
-    def in_few_epochs(self):
-        """What of it reads the text EPOCHS times at most."""
-        return self._replace(tokens=min(self.tokens, EPOCHS * self.text))
+        """A budget that much larger."""
+        return Budget(self.seconds * factor, self.tokens * factor)
 
 
 class Text(NamedTuple):
@@ -113,6 +105,11 @@ class Design(NamedTuple):
     def tokens(self):
         """Tokens that it trains on."""
         return self.plan.tokens * self.plan.cfg.run.training_steps
+
+    @property
+    def sees_enough(self):
+        """Whether these are enough for its size."""
+        return self.tokens >= ENOUGH * recipe.TOKENS_PER_PARAMETER * self.active
 
 
 def check_asked(flags):
@@ -189,8 +186,8 @@ def budget_of(asked, setting):
     wanted = asked.tokens or math.inf
     if asked.target_loss:
         wanted = min(wanted, tokens_for(setting, asked.target_loss))
-    budget = Budget(seconds if asked.hours else math.inf, wanted, setting.text.tokens)
-    return budget if asked.hours else budget.in_few_epochs
+    tokens = min(wanted, EPOCHS * setting.text.tokens)
+    return Budget(seconds if asked.hours else math.inf, tokens)
 
 
 def tokens_for(setting, loss):
@@ -219,27 +216,18 @@ def designed(setting, budget, compiler):
     while True:
         found = with_best_mesh(setting, budget, found, compiler)
         at = setting.widths.index(found.width)
-        if at == 0 or (has_room(setting, found.plan) and sees_enough(budget, found)):
+        if at == 0 or (has_room(setting, found.plan) and sees_enough(setting, found)):
             return found
         found = candidate(setting, budget, setting.widths[at - 1])
 
 
 def chosen(setting, budget):
-    """The `Design` of a budget, by formulas: the largest model that sees enough tokens, each at most EPOCHS times, or
-    the best for little text."""
-    few = budget.in_few_epochs
-    found = largest(setting, few)
-    is_over = found.tokens > 0.9 * EPOCHS * budget.text  # the text, before the time
-    return best_for_little_text(setting, budget, found) if is_over else found
-
-
-def largest(setting, budget):
-    """The `Design` with the largest model that the budget trains and that fits."""
+    """The `Design` with the largest model that the budget trains and that fits, by formulas."""
     found = {}
 
     def is_too_large(width):
         found[width] = candidate(setting, budget, width)
-        return not sees_enough(budget, found[width])
+        return not sees_enough(setting, found[width])
 
     at = bisect.bisect_left(setting.widths, True, key=is_too_large)
     # the last that is not too large; if all are, the smallest
@@ -251,38 +239,29 @@ def largest(setting, budget):
     return design
 
 
-def best_for_little_text(setting, budget, found):
-    """The `Design` that misses least (recipe.missing) of those at least as large as `found`, which reads the text
-    EPOCHS times. What time is left reads it more often, or trains a larger model."""
-    best = candidate(setting, budget, found.width)
-    for width in setting.widths[setting.widths.index(found.width) + 1 :]:
-        larger = candidate(setting, budget, width)
-        if larger.active > MOST_PARAMETERS * budget.text or not has_room(setting, larger.plan):
-            break
-        if missing(budget, larger) > missing(budget, best):
-            break
-        best = larger
-    return best
+def sees_enough(setting, design):
+    """Whether a model trains on enough tokens for its size; where hours were given, also whether it reads all the text
+    that there is EPOCHS times."""
+    return design.sees_enough or (is_of_hours(setting) and reads_all(setting, design))
 
 
-def missing(budget, design):
-    """`recipe.missing` of a design."""
-    return recipe.missing(design.active, design.tokens, budget.text)
+def is_of_hours(setting):
+    """Whether it is hours that a design is to use, and not a number of tokens."""
+    asked = setting.flags.cfg.design
+    return asked.hours and not (asked.tokens or asked.target_loss)
 
 
-def sees_enough(budget, design):
-    """Whether a model trains on enough tokens for its size, or reads little text more than EPOCHS times."""
-    enough = ENOUGH * recipe.TOKENS_PER_PARAMETER * design.active
-    return design.tokens >= enough or design.tokens > EPOCHS * budget.text
+def reads_all(setting, design):
+    """Whether a model reads the text EPOCHS times, but for a last step, and is not too large for it."""
+    text = setting.text.tokens
+    return design.tokens > 0.9 * EPOCHS * text and design.active < MOST_PARAMETERS * text
 
 
 def check_long_enough(setting, budget, found):
     """Raises UserError where the hours do not even train the smallest model."""
-    all_tokens = (
-        found.tokens > 0.9 * budget.in_few_epochs.tokens
-    )  # all that there are, but for the last step
+    all_tokens = found.tokens > 0.9 * budget.tokens  # all that there are, but for the last step
     given = "training_steps" in setting.flags.given
-    if given or sees_enough(budget, found) or all_tokens or found.width != recipe.WIDTHS[0]:
+    if given or sees_enough(setting, found) or all_tokens or found.width != recipe.WIDTHS[0]:
         return
     wanted = ENOUGH * recipe.TOKENS_PER_PARAMETER * found.active
     hours = (wanted / found.plan.tokens_per_second + START) / (1 - SPARE) / 3600
@@ -334,10 +313,7 @@ def configured(setting, width, tokens):
     )
     flags = settle.settle_model(flags, found, tell=None)
     T = flags.cfg.model.T
-    new = min(
-        tokens, EPOCHS * setting.text.tokens
-    )  # a text that is read again wants no larger batches
-    sequences = divisible(recipe.batch_tokens(new, T) // T, machine.n)
+    sequences = divisible(recipe.batch_tokens(tokens, T) // T, machine.n)
     batch = dict(global_batch_size=max(sequences, machine.n))
     # little text may shorten the sequences and the batch
     cfg = settle.settle(flags.with_defaults(**batch), found, tell=None)
@@ -348,8 +324,8 @@ def configured(setting, width, tokens):
 
 
 def training_flags(cfg, tokens, active, text):
-    """`recipe.training_flags` of a Config on that many tokens of a `Text`, and what keeps a model from learning by
-    heart a text that it reads again and again."""
+    """`recipe.training_flags` of a Config on that many tokens of a `Text`, with the dropout and decay that keep it from
+    learning little text by heart."""
     m = cfg.model
     per_step = cfg.data.global_batch_size * m.T
     flags = recipe.training_flags(tokens, per_step, active, m.T, m.model_dimension)
@@ -447,7 +423,7 @@ def tokens_within(setting, budget, plan, active):
     wants. Steps that were given have their own."""
     if "training_steps" in setting.flags.given:
         return plan.tokens * setting.flags.cfg.run.training_steps
-    tokens = min(budget.tokens, MOST_EPOCHS * budget.text, plan.tokens_per_second * budget.seconds)
+    tokens = min(budget.tokens, plan.tokens_per_second * budget.seconds)
     if math.isinf(tokens):
         tokens = recipe.TOKENS_PER_PARAMETER * active
     return max(plan.tokens, tokens)

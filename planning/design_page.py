@@ -8,9 +8,7 @@ import utils
 from planning import ladder, machines, prices
 from planning.command import machine_of_flag
 from planning.design import (
-    EPOCHS,
     LOCAL,
-    MOST_EPOCHS,
     SPARE,
     budget_of,
     check_asked,
@@ -87,7 +85,7 @@ def page(asked, found, text, others):
         f"--remat {m.remat}, --fsdp {m.fsdp}",
         f"memory       {size(plan.memory.total)} of a device's {size(plan.memory_limit)}",
         f"step         {plan.step:.3f} s by {by}: {plan.tokens_per_second:,.0f} tokens/s, MFU {plan.mfu:.1%}",
-        *cost_lines(asked, plan, found.tokens > 0.99 * MOST_EPOCHS * text.tokens),
+        *cost_lines(asked, plan),
         *loss_lines(found, text),
         *[other_line(factor, asked, other) for factor, other in others.items()],
         *first_lines(asked, found, text),
@@ -125,22 +123,18 @@ def data_in_words(found, text):
     words += f"; {text.folder}"
     if epochs:
         words += f" has {short(text.tokens)}, so {epochs:.2f} epochs"
-    if epochs > EPOCHS + 0.1:
-        words += " (little text for that time: more would help most)"
+    if epochs and not found.sees_enough:
+        words += " (little for such a model: more text would help most)"
     return words + (f", made by: {text.make}" if text.make and not text.shards else "")
 
 
-def cost_lines(asked, plan, is_text_over):
-    """The hours of a run, and what its machine costs. is_text_over: whether the run ends since its text has no more to
-    give."""
+def cost_lines(asked, plan):
+    """The hours of a run, and what its machine costs."""
     machine = plan.machine
+    hours = asked.hours or plan.hours / (1 - SPARE)
     lines = [f"run          {duration(3600 * plan.hours)} of steps"]
-    hours = plan.hours / (1 - SPARE)
-    if is_text_over:
-        lines[0] += f", since this text gives little after {MOST_EPOCHS} epochs"
-    elif asked.hours:
-        hours = asked.hours
-        whole = duration(3600 * hours)
+    if asked.hours:
+        whole = duration(3600 * asked.hours)
         lines[0] += f"; the rest of {whole} is for all else: starts, evaluation, checkpoints"
     if machine.platform != "cpu":
         price = prices.price_of(machine.chip.name, machine.n // machine.chip.cores, hours)

@@ -14,9 +14,6 @@ import math
 
 # Tokens to train on for each parameter that a token uses, with the embedding: Chinchilla, arXiv:2203.15556, table 3.
 TOKENS_PER_PARAMETER = 20
-# What a text is worth that is read again, and the exponent of parameters and of tokens in a loss: arXiv:2305.16264,
-# section 6 and appendix A (R*_D and alpha = beta).
-REPEATS, EXPONENT = 15.4, 0.353
 # The members of the family. Larger ones have dimensions that large meshes divide evenly.
 WIDTHS = (
     *range(32, 128, 16),
@@ -100,24 +97,6 @@ def training_flags(tokens, tokens_per_step, parameters, T, width):
         eval_every=eval_every,
         save_steps=2 * eval_every,
     )
-
-
-def worth(tokens, text):
-    """Tokens of new text from which a run learns as much as from `tokens` of a text of `text` tokens, which it reads
-    again and again (arXiv:2305.16264, equation 5).
-
-    Example: of a text of 1M tokens 4M are worth 3.7M, 16M are worth 10.6M, and any number less than 16.4M.
-    """
-    again = max(0.0, tokens / text - 1)
-    return min(tokens, text) + text * REPEATS * -math.expm1(-again / REPEATS)
-
-
-def missing(parameters, tokens, text):
-    """What a model of this many active parameters misses that has read `tokens` of a text: a number that falls with its
-    loss (arXiv:2305.16264, equation 2, with one weight for parameters and for new tokens, so that the best model of a
-    number of operations reads TOKENS_PER_PARAMETER)."""
-    new = worth(tokens, text) / TOKENS_PER_PARAMETER
-    return parameters**-EXPONENT + new**-EXPONENT
 
 
 def max_rate(width, tokens, tokens_per_step):

@@ -107,18 +107,22 @@ def test_tokens_are_of_four_epochs_at_most(designed, text_shards):
     assert flags["data"] == str(text_shards)
 
 
-def test_hours_that_little_text_leaves_over_read_it_again(designed, text_shards):
-    """More often the more hours there are, by a larger model, against what would learn it by heart; up to where it has
-    no more to give, whatever the hours."""
+def test_hours_that_little_text_leaves_over_train_a_larger_model(
+    designed, text_shards, monkeypatch
+):
+    """Which reads it as often, with dropout against learning it by heart; up to a size beyond which it learns no
+    more."""
     n = tokens_of(text_shards)
-    found = []
-    for hours in (0.03, 0.1, 5):
-        flags, page = designed("1xT4", hours=hours, data=text_shards)
-        assert design.EPOCHS < flags["design"]["tokens"] / n < design.MOST_EPOCHS + 1, hours
-        assert f"dropout {flags['dropout_rate']:g}" in page and "little text" in page
-        found.append((flags["model_dimension"], flags["design"]["tokens"]))
-    assert found == sorted(found) and found[0] < found[-1]
-    assert f"gives little after {design.MOST_EPOCHS} epochs" in page
+    few, _ = designed("1xT4", tokens=1e12, data=text_shards)
+    hours, page = designed("1xT4", hours=5, data=text_shards)
+    assert (few["model_dimension"], hours["model_dimension"]) == (64, 256)
+    step = hours["global_batch_size"] * hours["T"]
+    assert abs(hours["design"]["tokens"] - design.EPOCHS * n) < step
+    assert hours["dropout_rate"] > few["dropout_rate"] and "more text would help" in page
+    assert f", dropout {hours['dropout_rate']:g}" in page
+    monkeypatch.setattr(design, "MOST_PARAMETERS", 1)
+    limited, _ = designed("1xT4", hours=5, data=text_shards)
+    assert limited["model_dimension"] == 64
 
 
 def tokens_of(shards):

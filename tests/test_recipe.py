@@ -89,26 +89,6 @@ def test_a_training_is_sound_at_any_length(tokens):
         utils.replace(utils.Config(), **flags)
 
 
-def test_text_that_is_read_again_is_worth_less_each_time():
-    worth = [recipe.worth(n * 1e6, 1e6) / 1e6 for n in (0.5, 1, 4, 16, 64, 1e9)]
-    assert worth[:2] == [0.5, 1] and worth == sorted(worth)
-    assert worth[2] > 0.92 * 4 and worth[-1] == pytest.approx(1 + recipe.REPEATS)
-    assert recipe.worth(1e9, 1e12) == 1e9
-
-
-def test_of_new_text_the_best_model_sees_the_tokens_of_the_recipe():
-    """Among those that cost as many operations; of little text it is larger, for what it reads."""
-    sizes = [1e6 * 1.01**n for n in range(400)]
-    operations = 20e15  # parameters x tokens
-
-    def best(text):
-        return min(sizes, key=lambda size: recipe.missing(size, operations / size, text))
-
-    new, little = best(1e15), best(1e7)
-    assert operations / new / new == pytest.approx(recipe.TOKENS_PER_PARAMETER, rel=0.03)
-    assert little > 1.5 * new
-
-
 @pytest.mark.parametrize("floor", [0, 1.2])
 def test_a_curve_is_found_again_and_is_less_sure_far_away(floor):
     points = [(10.0**n, floor + 50 * 10 ** (-0.1 * n)) for n in range(11, 16)]
