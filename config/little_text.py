@@ -1,62 +1,107 @@
 """Little text: where the shards hold too little for the preset's sequences, these get shorter, and batches smaller.
-Where a run reads a text many times, decay and dropout keep it from learning that by heart.
+Where a run would read a text many times, it ends earlier, and decay and dropout keep it from learning that by heart.
 """
 
+import math
 import os
+from typing import NamedTuple
 
 from config.flags import free_of_weights
 from utils import flatten
 
 # The sequences that training and validation have at least, before they get shorter than the preset's, down to SHORTEST
-# tokens, and the steps that an epoch has at least, before these get fewer sequences.
+# tokens. The steps that an epoch has at least, before these get fewer sequences, down to FEW; and before they get even
+# fewer, for which several devices would need another training.
 FEWEST = {"train": 32, "val": 4}
 SHORTEST = 16
-EPOCH = 8
-# What a run does against learning its text by heart: the share of channels that dropout zeroes, and the share of each
-# weight that decay removes in a step at --max_lr. It does all of it where the times that it reads the text again, times
-# its active parameters for each token of the text, are MUCH, and nothing where they are LITTLE. Measured on 1 and 4 MB
-# of prose and code (dev/log.md, 2026-11-29).
-DROPOUT, DECAY = 0.2, 0.02
+EPOCH, FEW, SHORT_EPOCH = 32, 4, 8
+# What tells how well a run can learn its text by heart: the times that it reads it again, times its active parameters
+# for each token of the text. Below LITTLE nothing is needed; from MUCH on dropout zeroes this share of channels, and
+# decay removes this share of each weight in a step at --max_lr. After EPOCHS a run that could learn it by heart ends,
+# unless steps were given. Measured on 60 KB to 4 MB of prose and code (dev/log.md, 2026-11-29).
 LITTLE, MUCH = 4, 12
+DROPOUT, DECAY = 0.2, 0.02
+EPOCHS = 4
 
 
-def is_new_of_one_text(flags, found):
-    """Whether it is a new run on the shards of one text, which say how many tokens they hold."""
+class Reading(NamedTuple):
+    """How a run reads its text."""
+
+    text: int  # tokens to train on, in one epoch
+    tokens: int  # to train on, in all
+    parameters: int  # that a token uses, with the embedding
+
+    @property
+    def epochs(self):
+        """Times that it reads it."""
+        return self.tokens / self.text
+
+    @property
+    def by_heart(self):
+        """How well the run can learn it by heart: see LITTLE."""
+        return max(0.0, self.epochs - 1) * self.parameters / self.text
+
+
+def reading(flags, found):
+    """The `Reading` of a run whose random weights are trained on one text alone, the length of which its shards tell;
+    else None."""
     splits = sorted(os.path.basename(folder) for _, folder, _ in found.shards)
     told = all(manifest for *_, manifest in found.shards)
-    return splits == ["train", "val"] and told and not found.resumes
+    if splits != ["train", "val"] or not told or not found.active_params or flags.cfg.run.init_from:
+        return None
+    tokens = flags.cfg.run.training_steps * tokens_of_step(flags.cfg)
+    return Reading(tokens_of(found, "train"), tokens, found.active_params(flags.cfg))
+
+
+def tokens_of_step(cfg):
+    """Tokens that a step trains on."""
+    return cfg.data.global_batch_size * cfg.model.T
+
+
+def tokens_of(found, split):
+    """Tokens of a split of the shards."""
+    those = [made for _, folder, made in found.shards if os.path.basename(folder) == split]
+    return sum(made["tokens"] for made in those)
+
+
+def steps(flags, found):
+    """--training_steps that read the text EPOCHS times, where more would learn it by heart; else what they are."""
+    now = reading(flags, found)
+    if not now or now.by_heart <= LITTLE or now.epochs <= EPOCHS:
+        return flags.cfg.run.training_steps
+    return max(1, round(EPOCHS * now.text / tokens_of_step(flags.cfg)))
+
+
+def tell_steps(flags, settled, found):
+    """What `steps` changed, in words, or ""."""
+    before, now = flags.cfg.run.training_steps, settled.cfg.run.training_steps
+    if before == now:
+        return ""
+    return (
+        f"training takes {now:,} steps and not {before:,}: after reading {tokens_of(found, 'train'):,} tokens of text "
+        f"{EPOCHS} times it would only learn them by heart"
+    )
 
 
 def rates(flags, found):
-    """{flag: value} of `not_by_heart`, where random weights are trained on one text alone. What was given stays."""
-    known = found.active_params and is_new_of_one_text(flags, found)
-    if flags.cfg.run.init_from or not known:
-        return {}
-    now = flatten(flags.cfg)
-    tokens = now["training_steps"] * now["global_batch_size"] * now["T"]
-    return not_by_heart(now, tokens, tokens_to_train_on(found), found.active_params(flags.cfg))
+    """{flag: value} of `not_by_heart` for a new run. What was given stays."""
+    now = reading(flags, found)
+    return not_by_heart(flatten(flags.cfg), now) if now and not found.resumes else {}
 
 
-def not_by_heart(now, tokens, text, parameters):
-    """{flag: value} of --dropout_rate and --weight_decay for a run with the {flag: value} `now`, a model of that many
-    active parameters that trains on that many tokens of a text of `text` tokens. What they are already is the least.
+def not_by_heart(flags, now):
+    """{flag: value} of --dropout_rate and --weight_decay for a run with the {flag: value} `flags` and the `Reading`
+    `now`. What they are already is the least.
 
-    Example: `tiny` with 1.3M parameters, 800 steps on 241,000 tokens. It reads these 6.8 times, so 5.8 times again,
-    with 5.4 parameters for each: 31 is more than MUCH. Dropout becomes 0.2, and decay 0.02 / 16e-3 = 1.25, not 0.4.
+    Example: `tiny` with 1.3M parameters, 400 steps on 241,000 tokens. It reads these 3.4 times, so 2.4 times again,
+    with 5.4 parameters for each: 13 is more than MUCH. Dropout becomes 0.2, and decay 0.02 / 16e-3 = 1.25, not 0.4.
     """
-    again = max(0.0, tokens / text - 1)
-    share = min(1.0, max(0.0, (again * parameters / text - LITTLE) / (MUCH - LITTLE)))
-    found = dict(dropout_rate=max(now["dropout_rate"], round(DROPOUT * share, 2)))
-    if now["optimizer"] == "muon":  # AdamW's rates are another scale
-        decay = float(f"{DECAY * share / now['max_lr']:.3g}")
-        found["weight_decay"] = max(now["weight_decay"], decay)
-    return found
-
-
-def tokens_to_train_on(found):
-    """Tokens of the training split."""
-    (made,) = [made for _, folder, made in found.shards if os.path.basename(folder) == "train"]
-    return made["tokens"]
+    share = min(1.0, max(0.0, (now.by_heart - LITTLE) / (MUCH - LITTLE)))
+    settled = dict(dropout_rate=max(flags["dropout_rate"], round(DROPOUT * share, 2)))
+    if flags["optimizer"] == "muon":  # AdamW's rates are another scale
+        decay = float(f"{DECAY * share / flags['max_lr']:.3g}")
+        settled["weight_decay"] = max(flags["weight_decay"], decay)
+    return settled
 
 
 def tell_rates(flags, settled, found):
@@ -64,17 +109,16 @@ def tell_rates(flags, settled, found):
     before, now = flatten(flags.cfg), flatten(settled.cfg)
     if all(before[flag] == now[flag] for flag in ("dropout_rate", "weight_decay")):
         return ""
-    text = tokens_to_train_on(found)
-    epochs = now["training_steps"] * now["global_batch_size"] * now["T"] / text
+    how = reading(settled, found)
     return (
-        f"{text:,} tokens of text are read {epochs:.1f} times, so that they are not learned by heart: dropout "
+        f"{how.text:,} tokens of text are read {how.epochs:.1f} times, so that they are not learned by heart: dropout "
         f"{now['dropout_rate']:g}, decay {now['weight_decay']:g}"
     )
 
 
 def sizes(flags, found):
     """{flag: value} of shorter sequences, and of fewer of them in a step and in a validation batch, where the shards
-    hold too little text for those of the preset. What was given stays.
+    hold too little text for those of the preset, and the rate of so many. What was given stays.
 
     Of 3 KB, which are 1,800 tokens to train on and 200 to validate on, `tiny` makes sequences of 32 tokens and not of
     128, 54 and 6 of them, and steps of 4 and not of 16: an epoch has 13. It is the same on every mesh whose dp x pp
@@ -91,13 +135,19 @@ def sizes(flags, found):
     even = dp * pp  # which must divide a batch
     T = cfg.model.T if "T" in given else shorter(cfg, shards)
     held = sequences_in(shards, T)
-    total = cfg.data.global_batch_size
+    total = before = cfg.data.global_batch_size
     if not given & {"global_batch_size", "train_batch_size"}:
-        total = halved(total, even, held["train"] // EPOCH)
+        total = halved(total, even, most_of_step(held["train"]))
     val = cfg.data.val_batch_size
     if held["val"] < total and not given & {"train_batch_size", "val_batch_size"}:
         val = halved(total, even, held["val"]) // dp
-    return dict(T=T, global_batch_size=total, val_batch_size=val)
+    # rule 1 of docs/rates.md
+    rate = (
+        cfg.optimizer.max_lr
+        if total == before
+        else cfg.optimizer.max_lr * math.sqrt(total / before)
+    )
+    return dict(T=T, global_batch_size=total, val_batch_size=val, max_lr=rate)
 
 
 def shorter(cfg, shards):
@@ -130,6 +180,11 @@ def enough(shards, T, fewest_val):
     return all(any(sequences_in([shard], T).values()) for shard in shards)
 
 
+def most_of_step(held):
+    """The most sequences that a step should have where there are `held` to train on."""
+    return max(held // EPOCH, min(FEW, held // SHORT_EPOCH))
+
+
 def halved(size, even, most):
     """A batch of `size` sequences, halved while it has more than `most` and can be divided by `even`."""
     while size > most and size % (2 * even) == 0:
@@ -146,13 +201,14 @@ def tell(flags, settled, found):
         changed.append(f"a sequence has {T} tokens and not {before.model.T}")
     if G != before.data.global_batch_size:
         changed.append(f"a step has {G} sequences and not {before.data.global_batch_size}")
+    if now.optimizer.max_lr != before.optimizer.max_lr:
+        changed.append(
+            f"the rate is at most {now.optimizer.max_lr:g} and not {before.optimizer.max_lr:g}"
+        )
     if val != before.data.val_batch_size:
         n = val * now.run.n_device_axis[0]
         changed.append(f"a validation batch has {n} sequences and not {G}")
     if not changed:
         return ""
-    held = []
-    for split, what in (("train", "to train on"), ("val", "to validate on")):
-        those = [made for _, folder, made in found.shards if os.path.basename(folder) == split]
-        held.append(f"{sum(made['tokens'] for made in those):,} tokens {what}")
-    return f"little text ({', '.join(held)}): {', '.join(changed)}"
+    held = f"{tokens_of(found, 'train'):,} tokens to train on, {tokens_of(found, 'val'):,} tokens to validate on"
+    return f"little text ({held}): {', '.join(changed)}"

@@ -83,7 +83,7 @@ def check_resumable(cfg, stored):
 
 def stored_model(flags, found):
     """{flag: value} of what the shards and the devices of today would settle otherwise."""
-    settled_by_others = {"model_dtype", "vocab_size", "T", "dropout_rate", "weight_decay"}
+    settled_by_others = {"model_dtype", "vocab_size", "T", "max_lr", "dropout_rate", "weight_decay"}
     return {flag: found.stored[flag] for flag in settled_by_others & found.stored.keys()}
 
 

@@ -122,6 +122,20 @@ def schedule(flags, found):
     return dict(end_steps=end, decay_steps=decay, warmup_steps=warmup)
 
 
+def steps_of_little_text(flags, found):
+    """Fewer steps, with their schedule and as many evaluations, where more would learn little text by heart."""
+    cfg = flags.cfg
+    steps = little_text.steps(flags, found)
+    if steps == cfg.run.training_steps:
+        return {}
+    fewer = flags.with_given(training_steps=steps)
+    return dict(
+        training_steps=steps,
+        eval_every=min(cfg.run.eval_every, max(1, steps // 10)),
+        **schedule(fewer, found),
+    )
+
+
 def mesh(flags, found):
     """All devices that are present, of which dp 0 has those that are left. Raises UserError for another number."""
     r = flags.cfg.run
@@ -190,7 +204,11 @@ class Rule(NamedTuple):
 # What needs no devices. The weights come first: what follows depends on their architecture.
 MODEL_RULES = (
     Rule("model", of_weights, "weights have the shapes of their own model"),
-    Rule("model_dtype vocab_size T", resume.stored_model, "a run is one model to its end"),
+    Rule(
+        "model_dtype vocab_size T max_lr dropout_rate weight_decay",
+        resume.stored_model,
+        "a run is one model to its end",
+    ),
     Rule("model_dtype", model_dtype, "bfloat16 costs time where it is emulated", tell=tell_dtype),
     Rule("vocab_size", vocab_size, "the model must know each token id", tell=tell_vocabulary),
     Rule("model optimizer", absent_flags, "the preset's are those of another architecture"),
@@ -202,7 +220,6 @@ MODEL_RULES = (
 RULES = MODEL_RULES + (
     Rule("n_device_axis n_devices", mesh, "a program is compiled for a mesh", is_final=True),
     Rule("pp_interleave", pp_interleave, "rounds divide the pipeline's bubble", is_final=True),
-    Rule("save_steps", save_steps, "a killed run must not lose most of its work", is_final=True),
     Rule(
         "global_batch_size",
         resume.stored_batch,
@@ -217,7 +234,7 @@ RULES = MODEL_RULES + (
         is_final=True,
     ),
     Rule(
-        "T global_batch_size val_batch_size",
+        "T global_batch_size val_batch_size max_lr",
         little_text.sizes,
         "a preset's sequences may be more than the text has",
         tell=little_text.tell,
@@ -228,6 +245,13 @@ RULES = MODEL_RULES + (
         "a device holds activations of a microbatch",
         is_final=True,
     ),
+    Rule(
+        "training_steps eval_every end_steps decay_steps warmup_steps",
+        steps_of_little_text,
+        "a text that was read a few times has no more to give",
+        tell=little_text.tell_steps,
+    ),
+    Rule("save_steps", save_steps, "a killed run must not lose most of its work", is_final=True),
     Rule(
         "dropout_rate weight_decay",
         little_text.rates,

@@ -30,11 +30,11 @@ from shards.listing import manifests
 # The share of the hours in which no step runs: compilation, evaluation, checkpoints, a restart or two. And the seconds
 # of a start, which count in a run of minutes.
 SPARE, START = 0.1, 60
-# Up to which repeated text is worth almost as much as new text: arXiv:2305.16264, section 6. Where hours are left they
-# bring more as a larger model than as further epochs (arXiv:2605.01640; dev/log.md, 2026-11-29).
-EPOCHS = 4
-# Active parameters for each token of a text, at most: larger models were not tried.
-MOST_PARAMETERS = 200
+# Up to which repeated text is worth almost as much as new text: arXiv:2305.16264, section 6. Hours that are left bring
+# more as a larger model than as further epochs (arXiv:2605.01640; dev/log.md, 2026-11-29).
+EPOCHS = little_text.EPOCHS
+# Active parameters for each token of a text, at most: larger models ended no lower (dev/log.md, 2026-11-29).
+MOST_PARAMETERS = 20
 # A compiler that has not ended by then is not asked further. For a large design the TPU compiler takes five minutes of
 # a core, the GPU compiler one.
 COMPILE_SECONDS = 600
@@ -329,7 +329,8 @@ def training_flags(cfg, tokens, active, text):
     m = cfg.model
     per_step = cfg.data.global_batch_size * m.T
     flags = recipe.training_flags(tokens, per_step, active, m.T, m.model_dimension)
-    flags |= little_text.not_by_heart(dict(dropout_rate=0.0) | flags, tokens, text.tokens, active)
+    reading = little_text.Reading(text.tokens, tokens, active)
+    flags |= little_text.not_by_heart(dict(dropout_rate=0.0) | flags, reading)
     # a preset may be of an architecture that lacks some of them
     return without(architectures.flags_without_choice(m.architecture), flags)
 

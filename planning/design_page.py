@@ -124,7 +124,7 @@ def data_in_words(found, text):
     if epochs:
         words += f" has {short(text.tokens)}, so {epochs:.2f} epochs"
     if epochs and not found.sees_enough:
-        words += " (little for such a model: more text would help most)"
+        words += " (little for such a model: more text would help)"
     return words + (f", made by: {text.make}" if text.make and not text.shards else "")
 
 
@@ -133,7 +133,10 @@ def cost_lines(asked, plan):
     machine = plan.machine
     hours = asked.hours or plan.hours / (1 - SPARE)
     lines = [f"run          {duration(3600 * plan.hours)} of steps"]
-    if asked.hours:
+    if plan.hours < asked.hours / 2:
+        hours = plan.hours / (1 - SPARE)
+        lines[0] += "; more would teach nothing on so little text"
+    elif asked.hours:
         whole = duration(3600 * asked.hours)
         lines[0] += f"; the rest of {whole} is for all else: starts, evaluation, checkpoints"
     if machine.platform != "cpu":

@@ -1155,7 +1155,8 @@ LITTLE = {  # tokens to train on, to validate on, flags, and (T, sequences of a 
     (1800, 200, "--T 64"): (64, 2, 2),
     (1800, 200, "--global_batch_size 16"): (32, 16, 4),
     (10**6, 1000, ""): (128, 16, 4),
-    (10**6, 10**5, "--preset moe1b --vocab_size 300"): (1024, 64, 64),
+    (25_000, 2500, ""): (128, 4, 4),  # 48 steps in an epoch
+    (10**6, 10**5, "--preset moe1b --vocab_size 300"): (1024, 16, 16),
 }
 
 
@@ -1179,7 +1180,7 @@ REPEATED = {  # tokens to train on, flags, and (dropout, decay) of a run of `tin
         0.4,
     ),  # 1.73 times again, 3.3 for each: 0.02 x 0.2 / 16e-3 is less than 0.4
     (204_800, ""): (0.2, 1.25),
-    (10_240, ""): (0.2, 1.25),
+    (10_240, ""): (0.2, 2.5),  # of the rate for 4 sequences a step and not 16, 8e-3
     (204_800, "--dropout_rate 0.3 --weight_decay 0.1"): (0.3, 0.1),
     (204_800, "--max_lr 8e-3"): (0.2, 2.5),
     (204_800, "--training_steps 100"): (0, 0.4),
@@ -1217,13 +1218,38 @@ def test_other_trainings_keep_their_dropout_and_decay():
     assert rates_of(longer, resumed) == rates_of(words, began)
 
 
+def test_training_ends_where_it_would_only_learn_the_text_by_heart(capsys):
+    """After four epochs of it, with its schedule; also where the run is resumed."""
+
+    def settled(words, tokens=25_000, **more):
+        cfg = settle.settle(command_line.parse(words), found_little(tokens, **more))
+        assert cfg.run.eval_every < cfg.run.training_steps
+        return cfg
+
+    words = ["--preset", "tiny"]
+    cfg = settled(words)
+    steps = cfg.run.training_steps
+    assert steps == cfg.optimizer.end_steps == round(4 * 25_000 / tokens_per_step(cfg)) < 400
+    assert cfg.run.eval_every == cfg.run.save_steps == steps // 10
+    assert f"training takes {steps} steps and not 400" in capsys.readouterr().out
+    stored = json.loads(json.dumps(utils.flatten(cfg) | {"data_fingerprint": "x"}))
+    assert settled(words, stored=stored) == cfg
+    # what was given stays
+    given = settled([*words, "--training_steps", "100", "--eval_every", "7"])
+    assert (given.run.training_steps, given.run.eval_every) == (100, 7)
+    # enough text, or too small a model
+    assert settled(words, 250_000).run.training_steps == 400
+    small = settled(words, active_params=lambda cfg: 5000)
+    assert small.run.training_steps == 400 and small.model.dropout_rate == 0
+
+
 TOLD = "learned by heart"
 
 
 def found_little(tokens, **more):
     """What is found beside shards of so many tokens and a model of a million parameters."""
-    of_text = dict(shards=little(tokens, 10**5)) | more
-    return Found(1, active_params=lambda cfg: 1_000_000, **of_text)
+    of_text = dict(shards=little(tokens, 10**5), active_params=lambda cfg: 1_000_000) | more
+    return Found(1, **of_text)
 
 
 def rates_of(words, found):
