@@ -85,7 +85,8 @@ class Model:
     end_of_text: int = flag(-1, on_resume="kept", free_with_weights=True, derived=True, least=-1)
     """Token id that begins a document, for document_mask: the tokenizer's."""
     dropout_rate: float = flag(0.0, on_resume="kept", free_with_weights=True, below=1)
-    """Probability of zeroing a channel after the embedding, attention and feed-forward."""
+    """Probability of zeroing a channel after the embedding, attention and feed-forward. If not given, up to 0.2 on
+    little text."""
     model_dtype: Literal["bfloat16", "float16", "float32"] = flag(
         "bfloat16", on_resume="kept", free_with_weights=True
     )
@@ -219,7 +220,8 @@ class Optimizer:
     embedding_lr: float = flag(1.0, on_resume="kept")
     """Learning rate of the embedding, in multiples of the schedule's; small models gain from 16."""
     weight_decay: float = flag(0.1, on_resume="kept")
-    """Decoupled weight decay of matrices; norms, routers and their biases are exempt."""
+    """Decoupled weight decay of matrices; norms, routers and their biases are exempt. If not given, more on little
+    text."""
     adam_b2: float = flag(0.95, on_resume="kept", below=1)
     """Decay of AdamW's second moment; the first moment's is 0.9."""
     muon_momentum: float = flag(0.95, on_resume="kept", below=1)
@@ -261,7 +263,8 @@ class Run:
     pp_interleave: int = flag(0, on_resume="free", most=MANY)
     """Rounds of the pipeline, by which its bubble is divided; pp x this must divide blocks. 0: up to 4 where pp > 1."""
     training_steps: int = flag(75000, on_resume="free", common=True, least=1)
-    """Optimizer step at which training ends, and the schedule unless end_steps is given too."""
+    """Optimizer step at which training ends, and the schedule unless end_steps is given too. If not given, the preset's,
+    or the end of the fourth epoch of little text."""
     accumulation_steps: int = flag(1, on_resume="batch", alias="grad_step", least=1, most=WIDE)
     """Batches whose gradients are accumulated for one optimizer step. If not given, more where a step would not fit in
     a device's memory."""

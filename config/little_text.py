@@ -6,6 +6,7 @@ import math
 import os
 from typing import NamedTuple
 
+from config.checks import check
 from config.flags import free_of_weights
 from utils import flatten
 
@@ -44,11 +45,12 @@ class Reading(NamedTuple):
 
 def reading(flags, found):
     """The `Reading` of a run whose random weights are trained on one text alone, the length of which its shards tell;
-    else None."""
+    else None. Raises UserError where the flags of the model do not fit together."""
     splits = sorted(os.path.basename(folder) for _, folder, _ in found.shards)
     told = all(manifest for *_, manifest in found.shards)
     if splits != ["train", "val"] or not told or not found.active_params or flags.cfg.run.init_from:
         return None
+    check(flags.cfg)  # a model that does not fit together has no number of parameters
     tokens = flags.cfg.run.training_steps * tokens_of_step(flags.cfg)
     return Reading(tokens_of(found, "train"), tokens, found.active_params(flags.cfg))
 
@@ -141,12 +143,7 @@ def sizes(flags, found):
     val = cfg.data.val_batch_size
     if held["val"] < total and not given & {"train_batch_size", "val_batch_size"}:
         val = halved(total, even, held["val"]) // dp
-    # rule 1 of docs/rates.md
-    rate = (
-        cfg.optimizer.max_lr
-        if total == before
-        else cfg.optimizer.max_lr * math.sqrt(total / before)
-    )
+    rate = cfg.optimizer.max_lr * math.sqrt(total / before)  # rule 1 of docs/rates.md
     return dict(T=T, global_batch_size=total, val_batch_size=val, max_lr=rate)
 
 

@@ -249,20 +249,16 @@ def chosen(setting, budget):
 
 def sees_enough(setting, design):
     """Whether a model trains on enough tokens for its size; where hours were given, also whether it reads all the text
-    that there is EPOCHS times."""
-    return design.sees_enough or (is_of_hours(setting) and reads_all(setting, design))
-
-
-def is_of_hours(setting):
-    """Whether it is hours that a design is to use, and not a number of tokens."""
+    that there is EPOCHS times, and is not too large for it."""
     asked = setting.flags.cfg.design
-    return asked.hours and not (asked.tokens or asked.target_loss)
+    is_of_hours = asked.hours and not (asked.tokens or asked.target_loss)
+    is_small = design.active < MOST_PARAMETERS * setting.text.tokens
+    return design.sees_enough or bool(is_of_hours and is_small and uses_up(setting.text, design))
 
 
-def reads_all(setting, design):
-    """Whether a model reads the text EPOCHS times, but for a last step, and is not too large for it."""
-    text = setting.text.tokens
-    return design.tokens > 0.9 * EPOCHS * text and design.active < MOST_PARAMETERS * text
+def uses_up(text, design):
+    """Whether a model reads a `Text` EPOCHS times, but for a last step."""
+    return design.tokens > 0.9 * EPOCHS * text.tokens
 
 
 def check_long_enough(setting, budget, found):

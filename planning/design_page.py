@@ -18,6 +18,7 @@ from planning.design import (
     setting_of,
     text_of,
     training_flags,
+    uses_up,
 )
 from runtime.files import write_json
 from runtime.jax_setup import configure_jax
@@ -85,7 +86,7 @@ def page(asked, found, text, others):
         f"--remat {m.remat}, --fsdp {m.fsdp}",
         f"memory       {size(plan.memory.total)} of a device's {size(plan.memory_limit)}",
         f"step         {plan.step:.3f} s by {by}: {plan.tokens_per_second:,.0f} tokens/s, MFU {plan.mfu:.1%}",
-        *cost_lines(asked, plan),
+        *cost_lines(asked, plan, uses_up(text, found)),
         *loss_lines(found, text),
         *[other_line(factor, asked, other) for factor, other in others.items()],
         *first_lines(asked, found, text),
@@ -128,12 +129,12 @@ def data_in_words(found, text):
     return words + (f", made by: {text.make}" if text.make and not text.shards else "")
 
 
-def cost_lines(asked, plan):
-    """The hours of a run, and what its machine costs."""
+def cost_lines(asked, plan, uses_up_text):
+    """The hours of a run, and what its machine costs. uses_up_text: whether it reads its text as often as is of use."""
     machine = plan.machine
     hours = asked.hours or plan.hours / (1 - SPARE)
     lines = [f"run          {duration(3600 * plan.hours)} of steps"]
-    if plan.hours < asked.hours / 2:
+    if uses_up_text and plan.hours < asked.hours / 2:
         hours = plan.hours / (1 - SPARE)
         lines[0] += "; more would teach nothing on so little text"
     elif asked.hours:
