@@ -263,8 +263,8 @@ class Run:
     pp_interleave: int = flag(0, on_resume="free", most=MANY)
     """Rounds of the pipeline, by which its bubble is divided; pp x this must divide blocks. 0: up to 4 where pp > 1."""
     training_steps: int = flag(75000, on_resume="free", common=True, least=1)
-    """Optimizer step at which training ends, and the schedule unless end_steps is given too. If not given, the preset's,
-    or the end of the fourth epoch of little text."""
+    """Optimizer step at which training ends, and the schedule unless end_steps is given too. If not given, little text
+    ends it after four epochs."""
     accumulation_steps: int = flag(1, on_resume="batch", alias="grad_step", least=1, most=WIDE)
     """Batches whose gradients are accumulated for one optimizer step. If not given, more where a step would not fit in
     a device's memory."""
