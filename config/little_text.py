@@ -46,13 +46,14 @@ class Reading(NamedTuple):
 def reading(flags, found):
     """The `Reading` of a run whose random weights are trained on one text alone, the length of which its shards tell;
     else None. Raises UserError where the flags of the model do not fit together."""
+    cfg = flags.cfg
     splits = sorted(os.path.basename(folder) for _, folder, _ in found.shards)
-    told = all(manifest for *_, manifest in found.shards)
-    if splits != ["train", "val"] or not told or not found.active_params or flags.cfg.run.init_from:
+    told = all(manifest.get("tokens") for *_, manifest in found.shards)
+    if splits != ["train", "val"] or not told or not found.active_params or cfg.run.init_from:
         return None
-    check(flags.cfg)  # a model that does not fit together has no number of parameters
-    tokens = flags.cfg.run.training_steps * tokens_of_step(flags.cfg)
-    return Reading(tokens_of(found, "train"), tokens, found.active_params(flags.cfg))
+    check(cfg)  # a model that does not fit together has no number of parameters
+    tokens = cfg.run.training_steps * tokens_of_step(cfg)
+    return Reading(tokens_of(found, "train"), tokens, found.active_params(cfg))
 
 
 def tokens_of_step(cfg):
