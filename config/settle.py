@@ -126,7 +126,7 @@ def steps_of_little_text(flags, found):
     """Fewer steps, with their schedule and as many evaluations, where more would learn little text by heart."""
     cfg = flags.cfg
     steps = little_text.steps(flags, found)
-    if steps == cfg.run.training_steps:
+    if "training_steps" in flags.given or steps == cfg.run.training_steps:
         return {}
     fewer = flags.with_given(training_steps=steps)
     return dict(

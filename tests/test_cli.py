@@ -1235,8 +1235,9 @@ def test_training_ends_where_it_would_only_learn_the_text_by_heart(capsys):
     stored = json.loads(json.dumps(utils.flatten(cfg) | {"data_fingerprint": "x"}))
     assert settled(words, stored=stored) == cfg
     # what was given stays
-    given = settled([*words, "--training_steps", "100", "--eval_every", "7"])
-    assert (given.run.training_steps, given.run.eval_every) == (100, 7)
+    given = settled([*words, "--training_steps", "300"])
+    assert (given.run.training_steps, given.run.eval_every) == (300, 40)
+    assert settled([*words, "--eval_every", "7"]).run.eval_every == 7
     # enough text, or too small a model
     assert settled(words, 250_000).run.training_steps == 400
     small = settled(words, active_params=lambda cfg: 5000)
