@@ -33,8 +33,8 @@ SPARE, START = 0.1, 60
 # Up to which repeated text is worth almost as much as new text: arXiv:2305.16264, section 6. Hours that are left bring
 # more as a larger model than as further epochs (arXiv:2605.01640; dev/log.md, 2026-11-29).
 EPOCHS = little_text.EPOCHS
-# Active parameters for each token of a text, at most. It is no sharp bound (dev/log.md, 2026-11-29).
-MOST_PARAMETERS = 20
+# Active parameters for each token of a text, at most. More gained little for its time (dev/log.md, 2026-11-29).
+MOST_PARAMETERS = 40
 # A compiler that has not ended by then is not asked further. For a large design the TPU compiler takes five minutes of
 # a core, the GPU compiler one.
 COMPILE_SECONDS = 600
