@@ -11,8 +11,8 @@ from config.flags import free_of_weights
 from utils import flatten
 
 # The sequences that training and validation have at least, before they get shorter than the preset's, down to SHORTEST
-# tokens. The steps that an epoch has at least, before these get fewer sequences, down to FEW; and before they get even
-# fewer, for which several devices would need another training.
+# tokens. A step gets fewer sequences until an epoch has EPOCH steps, but keeps FEW of them, so that several devices can
+# share it, unless an epoch had fewer than SHORT_EPOCH steps then.
 FEWEST = {"train": 32, "val": 4}
 SHORTEST = 16
 EPOCH, FEW, SHORT_EPOCH = 32, 4, 8
@@ -121,7 +121,7 @@ def tell_rates(flags, settled, found):
 
 def sizes(flags, found):
     """{flag: value} of shorter sequences, and of fewer of them in a step and in a validation batch, where the shards
-    hold too little text for those of the preset, and the rate of so many. What was given stays.
+    hold too little text for those of the preset, and the rate that suits such a batch. What was given stays.
 
     Of 3 KB, which are 1,800 tokens to train on and 200 to validate on, `tiny` makes sequences of 32 tokens and not of
     128, 54 and 6 of them, and steps of 4 and not of 16: an epoch has 13. It is the same on every mesh whose dp x pp

@@ -215,8 +215,8 @@ MODEL_RULES = (
     Rule("experts_per_token", experts_per_token, "--n_experts alone must not be refused"),
     Rule("end_steps decay_steps warmup_steps", schedule, "a rate comes down by the end of a run"),
 )
-# The mesh comes before the batch, which is divided over it. A stored run comes before little text, which changes a new
-# run only. The batch is divided at last, when its size is known.
+# The mesh comes before the batch, which is divided over it. A stored run comes before little text, which keeps
+# the batch and the rates of that run. The batch is divided at last, when its size is known.
 RULES = MODEL_RULES + (
     Rule("n_device_axis n_devices", mesh, "a program is compiled for a mesh", is_final=True),
     Rule("pp_interleave", pp_interleave, "rounds divide the pipeline's bubble", is_final=True),
