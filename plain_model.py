@@ -170,6 +170,9 @@ def attention(p, x, start, m):
     visible = is_past & same_document
     scores = jnp.where(visible[:, None], scores, -jnp.inf)
     heads = jnp.einsum("bhts,bhsk->bhtk", jax.nn.softmax(scores), v)
+    if m.attention_gate:  # a head may say nothing about a token; the gates, of 0 to 2, begin at 1
+        gates = 2 * jax.nn.sigmoid(jnp.einsum("btr,rh->bht", q_latent, p["gate"]))
+        heads *= gates[..., None]
     return jnp.einsum("bhtk,hkd->btd", heads, p["out"])  # equation 11
 
 

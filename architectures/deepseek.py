@@ -23,6 +23,7 @@ from architectures.layers import (
     einsum,
     feed_forward,
     feed_forward_table,
+    keep_inputs,
     project_heads,
     rms_norm,
     rotary_frequencies,
@@ -53,7 +54,7 @@ LATENT_NORM_EPS = 1e-6
 
 FLAGS = frozenset(
     "first_layers layers_per_block latent_dim q_latent_dim head_dim rope_dim rope_base "
-    "embedding_norm embedding_conv backout latent_conv "
+    "embedding_norm embedding_conv backout latent_conv attention_gate "
     "expert_dim n_experts experts_per_token n_groups k_groups routed_scaling n_shared "
     "capacity_factor experts balance_weight bias_update_rate".split()
 )
@@ -133,6 +134,9 @@ def attention_table(cfg, rope):
     if m.latent_conv:
         # two rotated channels that turn together have one weight: see `attention`
         table["conv"] = bias_param(tokens=m.latent_conv, r=R + rope // 2)
+    if m.attention_gate:
+        # float32, not decayed and AdamW's, as routers are; too small to be stored in parts
+        table["gate"] = bias_param(split=dict(h="tp"), r=from_latent, h=H)
     return table
 
 
@@ -181,6 +185,8 @@ def attention(p, x, tokens, m, cache=None):
         v = einsum("bsr,rhk->bhsk", kv_latent, v_up)
         attend = attention_kernel(m, cache)
         out = attend(q, k, v, position, tokens.start)
+    if m.attention_gate:
+        out = gate_heads(out, q_latent, p["gate"])
     return project_heads(out, p["out"], tokens, m), cache
 
 
@@ -284,6 +290,18 @@ def attend_in_latent_space(q, compressed_kv, k_up, v_up, position, start):
     return jnp.einsum("bhtr,rhk->bhtk", latents, v_up)
 
 
+@keep_inputs
+def gate_heads(out, q_latent, weight):
+    """Outputs of heads, [B, H/tp, T, K], each times a gate that its query's latent decides (arXiv:2505.06708, section
+    2.2, one gate for each head). q_latent [B, T, Q or D], weight [Q or D, H/tp] float32.
+
+    A head can so say nothing about a token. The weights begin at 0 and gates at 1: they are twice a sigmoid.
+    """
+    gates = jnp.einsum("btr,rh->bht", q_latent.astype(jnp.float32), weight)
+    gates = 2 * jax.nn.sigmoid(gates)
+    return out * gates[..., None].astype(out.dtype)
+
+
 def sigmoid_router(p, x, m):
     """Sigmoid router with a selection bias (DeepSeek-V3, arXiv:2412.19437, equations 13 to 16): x float32 [n, D] ->
     scores [n, E], chosen experts [n, k] and their gates [n, k]. The bias decides who is chosen and nothing else."""
@@ -359,10 +377,11 @@ def layer_cost(m, kind):
     keys = (R + rope) * (K + rope)
     values = R * K
     out = K * D
+    gate = m.attention_gate * (Q or D)
 
     return LayerCost(
         own_weights=own_weights,
-        head_weights=queries + keys + values + out,
+        head_weights=queries + keys + values + out + gate,
         query_channels=K + rope,
         value_channels=K,
         gathered=latents if Q else latents + D,

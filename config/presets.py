@@ -55,6 +55,7 @@ TINY = based_on(
     embedding_conv=3,
     backout=True,
     latent_conv=3,
+    attention_gate=True,
     n_experts=8,
     n_shared=1,
     expert_dim=128,

@@ -76,6 +76,8 @@ def attention_tensors(m, prefix, leaf, at, rope):
     yield linear(f"{prefix}.o_proj.weight", (*leaf, "out"), at, (H, V, D), inputs=2)
     if m.latent_conv:
         yield plain(f"{prefix}.conv", (*leaf, "conv"), at, (m.latent_conv, R + rope // 2))
+    if m.attention_gate:
+        yield linear(f"{prefix}.gate_proj.weight", (*leaf, "gate"), at, (Q or D, H))
 
 
 def moe_tensors(m, prefix, leaf, at):
@@ -98,6 +100,7 @@ ONE_VALUE = dict(
     embedding_conv=0,
     backout=False,
     latent_conv=0,
+    attention_gate=False,
 )
 OWN_TYPE = "moe_pretraining"
 HIDDEN_ACT = dict(swiglu="silu", gelu="gelu_new")
@@ -120,6 +123,7 @@ ENTRIES = COMMON | dict(
     embedding_conv="embedding_conv",
     backout="backout",
     latent_conv="latent_conv",
+    attention_gate="attention_gate",
 )
 # Entries of which other values are refused; the first of each is the one that we write, and the one of a missing entry
 SUPPORTED = dict(
@@ -215,6 +219,7 @@ FORMAT = HuggingFace(
         embedding_conv=0,
         backout=False,
         latent_conv=0,
+        attention_gate=False,
     ),
     flags=from_config,
     equal=EQUAL,

@@ -413,13 +413,12 @@ def test_the_gradient_of_the_embedding_sums_a_token_s_terms_in_float32(
 
 DEEPSEEK = ARCHITECTURES["deepseek"] | dict(first_layers=2, q_latent_dim=0)
 # every part that decoding or documents meet
-DECODED = ARCHITECTURES | dict(
-    deepseek=DEEPSEEK | dict(embedding_conv=3, latent_conv=3, embedding_norm=True, backout=True)
-)
+EVERY_PART = dict(embedding_conv=3, latent_conv=3, embedding_norm=True)
+EVERY_PART |= dict(backout=True, attention_gate=True)
+DECODED = ARCHITECTURES | dict(deepseek=DEEPSEEK | EVERY_PART)
 NO_SHARED = DEEPSEEK | dict(n_shared=0)
-CONVOLUTIONS = dict(embedding_conv=2, latent_conv=3)
-BLOCKS_OF_TWO = dict(layers_per_block=2, embedding_norm=True, backout=True, capacity_factor=0.5)
-CACHED = dict(convolutions=CONVOLUTIONS | BLOCKS_OF_TWO)
+BLOCKS_OF_TWO = EVERY_PART | dict(embedding_conv=2, layers_per_block=2, capacity_factor=0.5)
+CACHED = dict(every_part=BLOCKS_OF_TWO)
 CACHED |= ARCHITECTURES | dict(deepseek=NO_SHARED)
 
 
