@@ -46,6 +46,8 @@ from runtime.messages import UserError
 
 # Factor on the weights of short convolutions. They begin at 0 and AdamW moves all weights alike; so these move faster.
 CONV_SCALE = 4
+# Factor on the weights of gates, which begin at 0 too: moved as fast as others they hold up a model at first.
+GATE_SCALE = 0.25
 # Added to the mean square of a row of the embedding, which begins at 1 / D and is 0 for tokens that never come.
 EMBEDDING_NORM_EPS = 1e-6
 # Added to the mean square of a latent, whatever --norm_eps is
@@ -298,7 +300,7 @@ def gate_heads(out, q_latent, weight):
     A head can so say nothing about a token. The weights begin at 0 and gates at 1: they are twice a sigmoid.
     """
     gates = jnp.einsum("btr,rh->bht", q_latent.astype(jnp.float32), weight)
-    gates = 2 * jax.nn.sigmoid(gates)
+    gates = 2 * jax.nn.sigmoid(GATE_SCALE * gates)
     return out * gates[..., None].astype(out.dtype)
 
 

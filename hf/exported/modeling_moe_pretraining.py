@@ -17,6 +17,7 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPas
 from .configuration_moe_pretraining import MoEPretrainingConfig
 
 CONV_SCALE = 4  # factor on the weights of short convolutions
+GATE_SCALE = 0.25  # and on those of gates of heads
 SMALL_EPS = 1e-6  # of the norms of latents and of the embedding
 
 
@@ -103,7 +104,8 @@ class Attention(nn.Module):
         out = out.transpose(1, 2)  # [B, t, H, K]
         if hasattr(self, "gate_proj"):
             gates = F.linear(q_latent.float(), self.gate_proj.weight.float())
-            out = out * (2 * gates.sigmoid())[..., None].to(out.dtype)
+            gates = 2 * (GATE_SCALE * gates).sigmoid()
+            out = out * gates[..., None].to(out.dtype)
         return self.o_proj(out.flatten(2))
 
 
