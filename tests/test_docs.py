@@ -192,8 +192,6 @@ STATED = {
         "After 40 steps they have validation losses of {tiny[first_val_loss]:.4f} and {mesh[first_val_loss]:.4f},",
         "after 400 of {tiny[final_val_loss]:.4f} and {mesh[final_val_loss]:.4f}:",
         "They end at {tiny[final_val_loss]:.2f} and {gpt2-tiny[final_val_loss]:.2f} nats per token.",
-        "compiled in {tiny[speed][seconds_compiling]}s",
-        "{tiny[speed][tokens_per_second]:,} tokens/s",
     ],
     "docs/runs.md": ["the step of `tiny` compiles in {tiny[speed][seconds_compiling]} s,"],
     "docs/sampling-and-evaluation.md": [
