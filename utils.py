@@ -61,8 +61,7 @@ class Model:
     latent_conv: int = flag(0, on_resume="kept", absent=0, most=64)
     """Earlier tokens that a short convolution mixes into each token's key/value latent and rotary key; 0: none."""
     attention_gate: bool = flag(False, on_resume="kept", absent=False)
-    """Whether each head's output is multiplied by a gate between 0 and 2 that its token decides and that begins at 1.
-    """
+    """Whether each head's output is multiplied by a gate of its token, between 0 and 2, which begins at 1."""
     activation: Literal["swiglu", "gelu"] = flag("swiglu", on_resume="kept")
     """Feed-forward: swiglu has three matrices, gelu two."""
     ffn_dim: int = flag(0, on_resume="kept", most=WIDE)

@@ -46,7 +46,7 @@ from runtime.messages import UserError
 
 # Factor on the weights of short convolutions. They begin at 0 and AdamW moves all weights alike; so these move faster.
 CONV_SCALE = 4
-# Factor on the weights of gates, which begin at 0 too: moved as fast as others they hold up a model at first.
+# Factor on the weights of gates, which begin at 0 too: if they moved as fast, a model would learn more slowly at first.
 GATE_SCALE = 0.25
 # Added to the mean square of a row of the embedding, which begins at 1 / D and is 0 for tokens that never come.
 EMBEDDING_NORM_EPS = 1e-6
@@ -297,7 +297,7 @@ def gate_heads(out, q_latent, weight):
     """Outputs of heads, [B, H/tp, T, K], each times a gate that its query's latent decides (arXiv:2505.06708, section
     2.2, one gate for each head). q_latent [B, T, Q or D], weight [Q or D, H/tp] float32.
 
-    A head can so say nothing about a token. The weights begin at 0 and gates at 1: they are twice a sigmoid.
+    So a head may say nothing about a token. Gates are twice a sigmoid, and begin at 1, since weights begin at 0.
     """
     gates = jnp.einsum("btr,rh->bht", q_latent.astype(jnp.float32), weight)
     gates = 2 * jax.nn.sigmoid(GATE_SCALE * gates)
