@@ -35,9 +35,8 @@ import jax.numpy as jnp
 
 # A short convolution starts at 0 and Adam moves all weights by similar steps: this factor lets it learn faster.
 CONV_SCALE = 4.0
-# Gates start at 1, and this factor lets them learn more slowly.
-GATE_SCALE = 0.25
-# Added to the mean square in the norms of latents and of the embedding's rows. Others have --norm_eps.
+# Added to the mean square in the norms of latents and of the embedding's rows, and to the square of a value that is
+# divided by. Other norms have --norm_eps.
 EPS = 1e-6
 
 
@@ -172,10 +171,9 @@ def attention(p, x, start, m):
     visible = is_past & same_document
     scores = jnp.where(visible[:, None], scores, -jnp.inf)
     heads = jnp.einsum("bhts,bhsk->bhtk", jax.nn.softmax(scores), v)
-    if m.attention_gate:  # a head may say nothing about a token; the gates, of 0 to 2, begin at 1
-        gates = jnp.einsum("btr,rh->bht", q_latent, p["gate"])
-        gates = 2 * jax.nn.sigmoid(GATE_SCALE * gates)
-        heads *= gates[..., None]
+    if m.exclusive_attention:  # less the part along the token's own value (arXiv:2603.09078)
+        along = jnp.sum(heads * v, -1) / (jnp.sum(v * v, -1) + EPS)
+        heads -= along[..., None] * v
     return jnp.einsum("bhtk,hkd->btd", heads, p["out"])  # equation 11
 
 

@@ -60,8 +60,8 @@ class Model:
     begins at 1: then the head reads what the layers have added. A tied head otherwise predicts each token again."""
     latent_conv: int = flag(0, on_resume="kept", absent=0, most=64)
     """Earlier tokens that a short convolution mixes into each token's key/value latent and rotary key; 0: none."""
-    attention_gate: bool = flag(False, on_resume="kept", absent=False)
-    """Whether each head's output is multiplied by a gate of its token, between 0 and 2, which begins at 1."""
+    exclusive_attention: bool = flag(False, on_resume="kept", absent=False)
+    """Whether what heads read loses its part along the token's own value, so that it only says what others do."""
     activation: Literal["swiglu", "gelu"] = flag("swiglu", on_resume="kept")
     """Feed-forward: swiglu has three matrices, gelu two."""
     ffn_dim: int = flag(0, on_resume="kept", most=WIDE)

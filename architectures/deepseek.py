@@ -46,17 +46,17 @@ from runtime.messages import UserError
 
 # Factor on the weights of short convolutions. They begin at 0 and AdamW moves all weights alike; so these move faster.
 CONV_SCALE = 4
-# Factor on the weights of gates, which begin at 0 too: if they moved as fast, a model would learn more slowly at first.
-GATE_SCALE = 0.25
 # Added to the mean square of a row of the embedding, which begins at 1 / D and is 0 for tokens that never come.
 EMBEDDING_NORM_EPS = 1e-6
 # Added to the mean square of a latent, whatever --norm_eps is
 LATENT_NORM_EPS = 1e-6
+# Added to the square of a value's length, by which `exclude_own` divides
+VALUE_EPS = 1e-6
 
 
 FLAGS = frozenset(
     "first_layers layers_per_block latent_dim q_latent_dim head_dim rope_dim rope_base "
-    "embedding_norm embedding_conv backout latent_conv attention_gate "
+    "embedding_norm embedding_conv backout latent_conv exclusive_attention "
     "expert_dim n_experts experts_per_token n_groups k_groups routed_scaling n_shared "
     "capacity_factor experts balance_weight bias_update_rate".split()
 )
@@ -136,9 +136,6 @@ def attention_table(cfg, rope):
     if m.latent_conv:
         # two rotated channels that turn together have one weight: see `attention`
         table["conv"] = bias_param(tokens=m.latent_conv, r=R + rope // 2)
-    if m.attention_gate:
-        # float32, not decayed and AdamW's, as routers are; too small to be stored in parts
-        table["gate"] = bias_param(split=dict(h="tp"), r=from_latent, h=H)
     return table
 
 
@@ -179,16 +176,20 @@ def attention(p, x, tokens, m, cache=None):
         compressed_kv = convolve(compressed_kv, p["conv"], tokens.start, m)
     q = project_queries(q_latent, p["q_up"], position, m)  # [B, H/tp, T, K + rope_dim]
     k_up, v_up = jnp.split(p["kv_up"], (m.key_dim,), -1)  # both [R, H/tp, K]
+    kv_latent = compressed_kv[..., : m.latent_dim]
+    v = None
     if cache is not None and q.shape[2] == 1:
         out = attend_in_latent_space(q, compressed_kv, k_up, v_up, position, tokens.start)
     else:
         k = project_keys(compressed_kv, k_up)  # [B, H/tp, T, K + rope_dim]
-        kv_latent = compressed_kv[..., : m.latent_dim]
         v = einsum("bsr,rhk->bhsk", kv_latent, v_up)
         attend = attention_kernel(m, cache)
         out = attend(q, k, v, position, tokens.start)
-    if m.attention_gate:
-        out = gate_heads(out, q_latent, p["gate"])
+    if m.exclusive_attention:
+        if cache is not None:  # which holds values of more tokens than the queries'
+            own_latent = jnp.take_along_axis(kv_latent, position[..., None], 1, mode="clip")
+            v = einsum("btr,rhk->bhtk", own_latent, v_up)
+        out = exclude_own(out, v)
     return project_heads(out, p["out"], tokens, m), cache
 
 
@@ -293,15 +294,18 @@ def attend_in_latent_space(q, compressed_kv, k_up, v_up, position, start):
 
 
 @keep_inputs
-def gate_heads(out, q_latent, weight):
-    """Outputs of heads, [B, H/tp, T, K], each times a gate that its query's latent decides (arXiv:2505.06708, section
-    2.2, one gate for each head). q_latent [B, T, Q or D], weight [Q or D, H/tp] float32.
+def exclude_own(out, own):
+    """Exclusive self attention (arXiv:2603.09078): what a head read, y, less its part along the token's own value v,
+    y - (y.v / v.v) v. out and own [B, H/tp, T, K].
 
-    So a head may say nothing about a token. Gates are twice a sigmoid, and begin at 1, since weights begin at 0.
+    Tokens attend much to themselves, and so heads repeat what the residual has already. Here they can only bring what
+    other tokens say.
     """
-    gates = jnp.einsum("btr,rh->bht", q_latent.astype(jnp.float32), weight)
-    gates = 2 * jax.nn.sigmoid(GATE_SCALE * gates)
-    return out * gates[..., None].astype(out.dtype)
+    y, v = out.astype(jnp.float32), own.astype(jnp.float32)
+    along = jnp.sum(y * v, -1, keepdims=True)
+    square = jnp.sum(v * v, -1, keepdims=True)
+    y = y - along / (square + VALUE_EPS) * v
+    return y.astype(out.dtype)
 
 
 def sigmoid_router(p, x, m):
@@ -379,11 +383,10 @@ def layer_cost(m, kind):
     keys = (R + rope) * (K + rope)
     values = R * K
     out = K * D
-    gate = m.attention_gate * (Q or D)
 
     return LayerCost(
         own_weights=own_weights,
-        head_weights=queries + keys + values + out + gate,
+        head_weights=queries + keys + values + out,
         query_channels=K + rope,
         value_channels=K,
         gathered=latents if Q else latents + D,

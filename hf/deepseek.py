@@ -76,8 +76,6 @@ def attention_tensors(m, prefix, leaf, at, rope):
     yield linear(f"{prefix}.o_proj.weight", (*leaf, "out"), at, (H, V, D), inputs=2)
     if m.latent_conv:
         yield plain(f"{prefix}.conv", (*leaf, "conv"), at, (m.latent_conv, R + rope // 2))
-    if m.attention_gate:
-        yield linear(f"{prefix}.gate_proj.weight", (*leaf, "gate"), at, (Q or D, H))
 
 
 def moe_tensors(m, prefix, leaf, at):
@@ -100,7 +98,7 @@ ONE_VALUE = dict(
     embedding_conv=0,
     backout=False,
     latent_conv=0,
-    attention_gate=False,
+    exclusive_attention=False,
 )
 OWN_TYPE = "moe_pretraining"
 HIDDEN_ACT = dict(swiglu="silu", gelu="gelu_new")
@@ -123,7 +121,7 @@ ENTRIES = COMMON | dict(
     embedding_conv="embedding_conv",
     backout="backout",
     latent_conv="latent_conv",
-    attention_gate="attention_gate",
+    exclusive_attention="exclusive_attention",
 )
 # Entries of which other values are refused; the first of each is the one that we write, and the one of a missing entry
 SUPPORTED = dict(
@@ -219,7 +217,7 @@ FORMAT = HuggingFace(
         embedding_conv=0,
         backout=False,
         latent_conv=0,
-        attention_gate=False,
+        exclusive_attention=False,
     ),
     flags=from_config,
     equal=EQUAL,

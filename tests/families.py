@@ -25,7 +25,7 @@ class Family(NamedTuple):
 
 
 SMALL_DEEPSEEK = given("""
-    --no_embedding_norm --embedding_conv 0 --no_backout --latent_conv 0 --no_attention_gate --first_layers 1
+    --no_embedding_norm --embedding_conv 0 --no_backout --latent_conv 0 --no_exclusive_attention --first_layers 1
     --layers_per_block 1 --no_tied --head_dim 12 --q_latent_dim 10 --experts_per_token 3 --n_groups 4 --k_groups 2
     --routed_scaling 2.5
 """)

@@ -120,7 +120,7 @@ def assert_same(one, other, close):
 DOCUMENTS = given("--document_mask") | dict(end_of_text=7)
 # DeepSeek-V3's first layers run on all of pp; experts as on accelerators
 DEEPSEEK = given(
-    "--embedding_norm --embedding_conv 3 --backout --latent_conv 3 --attention_gate --experts buckets"
+    "--embedding_norm --embedding_conv 3 --backout --latent_conv 3 --exclusive_attention --experts buckets"
 )
 DEEPSEEK = ARCHITECTURES["deepseek"] | DEEPSEEK
 MEGATRON = given("--sequence_parallel megatron")

@@ -414,7 +414,7 @@ def test_the_gradient_of_the_embedding_sums_a_token_s_terms_in_float32(
 DEEPSEEK = ARCHITECTURES["deepseek"] | dict(first_layers=2, q_latent_dim=0)
 # every part that decoding or documents meet
 EVERY_PART = dict(embedding_conv=3, latent_conv=3, embedding_norm=True)
-EVERY_PART |= dict(backout=True, attention_gate=True)
+EVERY_PART |= dict(backout=True, exclusive_attention=True)
 DECODED = ARCHITECTURES | dict(deepseek=DEEPSEEK | EVERY_PART)
 NO_SHARED = DEEPSEEK | dict(n_shared=0)
 BLOCKS_OF_TWO = EVERY_PART | dict(embedding_conv=2, layers_per_block=2, capacity_factor=0.5)

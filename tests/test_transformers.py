@@ -31,7 +31,8 @@ OWN = given("--n_head 2 --blocks 2 --layers_per_block 3 --head_dim 9 --first_lay
 OWN |= given("--balance_weight 0 --norm_eps 2e-4")
 OWN_GELU = OWN | GROUPS
 OWN_GELU |= given(
-    "--activation gelu --layers_per_block 1 --no_embedding_norm --embedding_conv 0 --no_backout --no_attention_gate"
+    "--activation gelu --layers_per_block 1 --no_embedding_norm --embedding_conv 0 --no_backout"
+    " --no_exclusive_attention"
 )
 OWN_GELU |= given("--q_latent_dim 0 --no_tied --n_shared 0 --experts_per_token 1 --norm_eps 3e-5")
 SIZES = families.SIZES | {"own": OWN, "own gelu": OWN_GELU}

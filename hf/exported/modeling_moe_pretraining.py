@@ -17,8 +17,7 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPas
 from .configuration_moe_pretraining import MoEPretrainingConfig
 
 CONV_SCALE = 4  # factor on the weights of short convolutions
-GATE_SCALE = 0.25  # and on those of gates of heads
-SMALL_EPS = 1e-6  # of the norms of latents and of the embedding
+SMALL_EPS = 1e-6  # of the norms of latents and of the embedding, and of the length of a value
 
 
 def linear(inputs, outputs):
@@ -68,18 +67,14 @@ class Attention(nn.Module):
         self.o_proj = linear(H * self.K, D)
         if config.latent_conv:
             self.conv = nn.Parameter(torch.zeros(config.latent_conv, self.R + rope // 2))
-        if config.attention_gate:
-            self.gate_proj = linear(Q or D, H)
+        self.exclusive = config.exclusive_attention
         self.frequencies = config.rope_frequencies[: rope // 2]
         self.scale = (self.K + rope) ** -0.5
 
     def forward(self, x, positions, real, seen, cache):
         """x [B, t, D] -> the same; real [B, T] is False for padding, seen [B, t, T] says who attends to whom."""
         frequencies = torch.tensor(self.frequencies, device=x.device)
-        q_latent, project = x, getattr(self, "q_proj", None)
-        if project is None:
-            q_latent, project = self.q_a_layernorm(self.q_a_proj(x)), self.q_b_proj
-        q = project(q_latent).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [B, H, t, K + rope]
+        q = self.queries(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [B, H, t, K + rope]
         q, q_rope = q.split([self.K, self.rope], -1)
         q = torch.cat([q, rotate(q_rope, positions, frequencies)], -1)
 
@@ -101,12 +96,22 @@ class Attention(nn.Module):
         k, v = kv.chunk(2, -1)  # [B, H, T, K]
         k = torch.cat([k, key[:, None].expand(-1, self.heads, -1, -1)], -1)
         out = F.scaled_dot_product_attention(q, k, v, seen[:, None], scale=self.scale)
-        out = out.transpose(1, 2)  # [B, t, H, K]
-        if hasattr(self, "gate_proj"):
-            gates = F.linear(q_latent.float(), self.gate_proj.weight.float())
-            gates = 2 * (GATE_SCALE * gates).sigmoid()
-            out = out * gates[..., None].to(out.dtype)
-        return self.o_proj(out.flatten(2))
+        if self.exclusive:
+            out = exclude_own(out, v[:, :, -x.shape[1] :])
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def queries(self, x):
+        if hasattr(self, "q_proj"):
+            return self.q_proj(x)
+        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+
+
+def exclude_own(out, own):
+    """What heads read less its part along the token's own value; both [B, H, t, K]."""
+    y, v = out.float(), own.float()
+    along = (y * v).sum(-1, keepdim=True)
+    square = v.square().sum(-1, keepdim=True)
+    return (y - along / (square + SMALL_EPS) * v).to(out.dtype)
 
 
 def short_conv(x, weights):

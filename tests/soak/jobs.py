@@ -25,7 +25,7 @@ STEPS = 12
 MODEL = SMALL_RUN | given("""
     --blocks 1 --n_experts 4 --n_head 2 --T 16 --vocab_size 280 --microbatches 2 --train_batch_size 4
     --val_batch_size 4 --max_tokens 4 --inference_batch 1 --no_embedding_norm --embedding_conv 0 --no_backout
-    --latent_conv 0 --no_attention_gate
+    --latent_conv 0 --no_exclusive_attention
     --n_device_axis 1 1 1 --n_devices 1 --eval_every 3 --eval_steps 1 --save_steps 4 --name run
 """)  # with no layers that transformers does not know
 SOUND = "text source records.jsonl.gz records.parquet ranks.tiktoken shards sound hf part progress cache"

@@ -28,7 +28,7 @@ DEEPSEEK_MODEL |= dict(n_shared=[0, 1, 2], first_layers=[0, 0, 1, 2, 3], rope_di
 DEEPSEEK_MODEL |= dict(layers_per_block=[1, 1, 2, 3], latent_dim=[9, 16], latent_conv=[0, 3])
 DEEPSEEK_MODEL |= dict(embedding_conv=[0, 3])
 DEEPSEEK_MODEL |= dict(q_latent_dim=[-1, 0, 10], embedding_norm=[False, True], tied=[False, True])
-DEEPSEEK_MODEL |= dict(backout=[False, True], attention_gate=[False, True])
+DEEPSEEK_MODEL |= dict(backout=[False, True], exclusive_attention=[False, True])
 DEEPSEEK_MODEL["experts"] = ["tiles", "buckets"]
 # of flags that say how a model and its batch are spread, and may not change a result
 SPREAD = dict(accumulation_steps=[1, 1, 2, 4], pp_interleave=[1, 1, 2])
