@@ -177,7 +177,6 @@ def attention(p, x, tokens, m, cache=None):
     q = project_queries(q_latent, p["q_up"], position, m)  # [B, H/tp, T, K + rope_dim]
     k_up, v_up = jnp.split(p["kv_up"], (m.key_dim,), -1)  # both [R, H/tp, K]
     kv_latent = compressed_kv[..., : m.latent_dim]
-    v = None
     if cache is not None and q.shape[2] == 1:
         out = attend_in_latent_space(q, compressed_kv, k_up, v_up, position, tokens.start)
     else:
@@ -298,8 +297,8 @@ def exclude_own(out, own):
     """Exclusive self attention (arXiv:2603.09078): what a head read, y, less its part along the token's own value v,
     y - (y.v / v.v) v. out and own [B, H/tp, T, K].
 
-    Tokens attend much to themselves, and so heads repeat what the residual has already. Here they can only bring what
-    other tokens say.
+    Tokens attend much to themselves, and so heads repeat what the residual has already. Here they bring only what other
+    tokens say; the first token of a document, which sees no other, reads 0.
     """
     y, v = out.astype(jnp.float32), own.astype(jnp.float32)
     along = jnp.sum(y * v, -1, keepdims=True)
