@@ -50,7 +50,7 @@ CONV_SCALE = 4
 EMBEDDING_NORM_EPS = 1e-6
 # Added to the mean square of a latent, whatever --norm_eps is
 LATENT_NORM_EPS = 1e-6
-# Added to the square of a value's length, by which `exclude_own` divides
+# Added to the square of a value's length before `exclude_own` divides by it, since a value may be 0
 VALUE_EPS = 1e-6
 
 
@@ -185,7 +185,9 @@ def attention(p, x, tokens, m, cache=None):
         attend = attention_kernel(m, cache)
         out = attend(q, k, v, position, tokens.start)
     if m.exclusive_attention:
-        if cache is not None:  # which holds values of more tokens than the queries'
+        if (
+            cache is not None
+        ):  # which holds more tokens than the queries; clip: none is beyond it, so none is checked
             own_latent = jnp.take_along_axis(kv_latent, position[..., None], 1, mode="clip")
             v = einsum("btr,rhk->bhtk", own_latent, v_up)
         out = exclude_own(out, v)

@@ -17,7 +17,7 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPas
 from .configuration_moe_pretraining import MoEPretrainingConfig
 
 CONV_SCALE = 4  # factor on the weights of short convolutions
-SMALL_EPS = 1e-6  # of the norms of latents and of the embedding, and of the length of a value
+SMALL_EPS = 1e-6  # in norms of latents and of the embedding, and where a value's length divides
 
 
 def linear(inputs, outputs):
