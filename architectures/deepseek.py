@@ -185,9 +185,8 @@ def attention(p, x, tokens, m, cache=None):
         attend = attention_kernel(m, cache)
         out = attend(q, k, v, position, tokens.start)
     if m.exclusive_attention:
-        if (
-            cache is not None
-        ):  # which holds more tokens than the queries; clip: none is beyond it, so none is checked
+        # a cache holds more tokens than the queries; none of these is beyond it, so clip checks none
+        if cache is not None:
             own_latent = jnp.take_along_axis(kv_latent, position[..., None], 1, mode="clip")
             v = einsum("btr,rhk->bhtk", own_latent, v_up)
         out = exclude_own(out, v)
