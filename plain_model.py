@@ -58,7 +58,8 @@ def forward(params, tokens, m):
     load_loss, load = 0.0, []
     for p in layers(params, m):
         h = rms_norm(x, p["attention"]["norm"], m.norm_eps)
-        x = x + attention(p["attention"], h, start, m)
+        exclusive = m.exclusive_attention and "router" in p
+        x = x + attention(p["attention"], h, start, m, exclusive)
         h = rms_norm(x, p["norm"], m.norm_eps)
         if "router" in p:
             out, scores, chosen = mixture_of_experts(p, h, m)
@@ -140,7 +141,7 @@ def rotate(x, base):
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def attention(p, x, start, m):
+def attention(p, x, start, m, exclusive):
     """Multi-head latent attention (equations 1 to 11), x [B, T, D] -> [B, T, D]. The keys and values of all heads are
     computed from one narrow latent. Decoding caches only this latent and the rotary key, which all heads share."""
     # One matrix computes both latents and the rotary key, which has no channels in layers without positions.
@@ -171,7 +172,7 @@ def attention(p, x, start, m):
     visible = is_past & same_document
     scores = jnp.where(visible[:, None], scores, -jnp.inf)
     heads = jnp.einsum("bhts,bhsk->bhtk", jax.nn.softmax(scores), v)
-    if m.exclusive_attention:  # less the part along the token's own value (arXiv:2603.09078)
+    if exclusive:  # less the part along the token's own value (arXiv:2603.09078)
         along = jnp.sum(heads * v, -1) / (jnp.sum(v * v, -1) + EPS)
         heads -= along[..., None] * v
     return jnp.einsum("bhtk,hkd->btd", heads, p["out"])  # equation 11

@@ -61,7 +61,8 @@ class Model:
     latent_conv: int = flag(0, on_resume="kept", absent=0, most=64)
     """Earlier tokens that a short convolution mixes into each token's key/value latent and rotary key; 0: none."""
     exclusive_attention: bool = flag(False, on_resume="kept", absent=False)
-    """Whether heads leave out what lies along a token's own value, and so bring only what other tokens say."""
+    """Whether heads in layers with experts leave out what lies along a token's own value, and so bring only what other
+    tokens say."""
     activation: Literal["swiglu", "gelu"] = flag("swiglu", on_resume="kept")
     """Feed-forward: swiglu has three matrices, gelu two."""
     ffn_dim: int = flag(0, on_resume="kept", most=WIDE)

@@ -161,11 +161,11 @@ def layer_table(cfg, routed):
     return table
 
 
-def attention(p, x, tokens, m, cache=None):
+def attention(p, x, tokens, m, cache=None, exclusive=False):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1), tensor-parallel over heads.
 
     x [B, T/tp, D] -> [B, T/tp, D] and the cache [B, T_max, R + rope_dim] of `compressed_kv`. Queries, keys and values
-    are projected up from latents; only these are gathered over tp.
+    are projected up from latents; only these are gathered over tp. exclusive: see `exclude_own`.
     """
     q_latent, compressed_kv = compress(p, x, tokens, m)
     position = tokens.whole(q_latent.shape[1])
@@ -184,7 +184,7 @@ def attention(p, x, tokens, m, cache=None):
         v = einsum("bsr,rhk->bhsk", kv_latent, v_up)
         attend = attention_kernel(m, cache)
         out = attend(q, k, v, position, tokens.start)
-    if m.exclusive_attention:
+    if exclusive:
         # a cache holds more tokens than the queries; none of these is beyond it, so clip checks none
         if cache is not None:
             own_latent = jnp.take_along_axis(kv_latent, position[..., None], 1, mode="clip")
@@ -301,11 +301,13 @@ def exclude_own(out, own):
     Tokens attend much to themselves, and so heads repeat what the residual has already. Here they bring only what other
     tokens say; the first token of a document, which sees no other, reads 0.
     """
-    y, v = out.astype(jnp.float32), own.astype(jnp.float32)
-    along = jnp.sum(y * v, -1, keepdims=True)
-    square = jnp.sum(v * v, -1, keepdims=True)
+    # Tokens last: a TPU sums over rows faster than within them, and pads the last dim to 128, which K seldom fills. By
+    # its compiler this takes 0.66 times as long as sums over a last dim of 64, forward and backward.
+    y, v = (x.astype(jnp.float32).swapaxes(2, 3) for x in (out, own))  # [B, H/tp, K, T]
+    along = jnp.sum(y * v, 2, keepdims=True)
+    square = jnp.sum(v * v, 2, keepdims=True)
     y = y - along / (square + VALUE_EPS) * v
-    return y.astype(out.dtype)
+    return y.swapaxes(2, 3).astype(out.dtype)
 
 
 def sigmoid_router(p, x, m):
@@ -336,7 +338,8 @@ def layer(p, x, tokens, m, cache):
     stats, routed = None, "router" in p
     with jax.named_scope("attention"):
         h = rms_norm(x, p["attention"]["norm"], m.norm_eps)
-        out, cache = attention(p["attention"], h, tokens, m, cache)
+        exclusive = routed and m.exclusive_attention
+        out, cache = attention(p["attention"], h, tokens, m, cache, exclusive)
         x = x + dropout(out, m.dropout_rate, tokens, AFTER_ATTENTION)
     with jax.named_scope("experts" if routed else "feed_forward"):
         h = rms_norm(x, p["norm"], m.norm_eps)

@@ -10,7 +10,7 @@ class MoEPretrainingConfig(PreTrainedConfig):
         1, the last has no rotary channels
     rope_frequencies: radians per position of each pair of rotary channels
     latent_conv: earlier tokens that a convolution adds to a key/value latent and a rotary key
-    exclusive_attention: whether what heads read has no part along the token's own value
+    exclusive_attention: whether what heads read has no part along the token's own value, in layers with experts
     embedding_norm: whether rows of the embedding are normalized
     embedding_conv: earlier tokens whose rows of the embedding a convolution adds to a token's
     backout: whether a share of what entered the first layer is subtracted before the last norm

@@ -50,7 +50,7 @@ def rotate(x, positions, frequencies):
 class Attention(nn.Module):
     """Multi-head latent attention. The cache holds normalized latents and rotated keys [B, 1, T, R + rope]."""
 
-    def __init__(self, config, index, rope):
+    def __init__(self, config, index, rope, exclusive):
         super().__init__()
         D, H, Q = config.hidden_size, config.num_attention_heads, config.q_lora_rank
         self.K, self.R = config.qk_nope_head_dim, config.kv_lora_rank
@@ -67,7 +67,7 @@ class Attention(nn.Module):
         self.o_proj = linear(H * self.K, D)
         if config.latent_conv:
             self.conv = nn.Parameter(torch.zeros(config.latent_conv, self.R + rope // 2))
-        self.exclusive = config.exclusive_attention
+        self.exclusive = exclusive
         self.frequencies = config.rope_frequencies[: rope // 2]
         self.scale = (self.K + rope) ** -0.5
 
@@ -199,7 +199,7 @@ class Layer(GradientCheckpointingLayer):
         routed = in_blocks >= 0 and in_blocks % L == L - 1
         rope = 0 if routed and L > 1 else config.qk_rope_head_dim
         self.input_layernorm = RMSNorm(D, eps)
-        self.self_attn = Attention(config, index, rope)
+        self.self_attn = Attention(config, index, rope, routed and config.exclusive_attention)
         self.post_attention_layernorm = RMSNorm(D, eps)
         if routed:
             self.mlp = MixtureOfExperts(config)
