@@ -229,6 +229,8 @@ class Optimizer:
     """Decay of AdamW's second moment; the first moment's is 0.9."""
     muon_momentum: float = flag(0.95, on_resume="kept", below=1)
     """Momentum of Muon, the share that the next step keeps. Short runs gain from less."""
+    expert_momentum: float = flag(0.0, on_resume="kept", absent=0.0, below=1)
+    """Momentum of Muon for routed experts; 0: muon_momentum. Many experts, with few tokens each, gain from more."""
     balance_weight: float = flag(
         1e-4, on_resume="kept", free_with_weights=True, absent=1e-4, alias="alpha"
     )

@@ -58,7 +58,7 @@ FLAGS = frozenset(
     "first_layers layers_per_block latent_dim q_latent_dim head_dim rope_dim rope_base "
     "embedding_norm embedding_conv backout latent_conv exclusive_attention "
     "expert_dim n_experts experts_per_token n_groups k_groups routed_scaling n_shared "
-    "capacity_factor experts balance_weight bias_update_rate".split()
+    "capacity_factor experts expert_momentum balance_weight bias_update_rate".split()
 )
 
 

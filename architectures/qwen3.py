@@ -46,7 +46,7 @@ from runtime.messages import UserError
 
 FLAGS = frozenset(
     "head_dim n_kv_head rope_base n_experts experts_per_token expert_dim capacity_factor experts "
-    "balance_weight".split()
+    "expert_momentum balance_weight".split()
 )
 
 

@@ -26,7 +26,7 @@ DEEPSEEK = dict(n_experts=2, first_layers=1, layers_per_block=1)
 def updated(mesh_shape, size=1.0, **flags):
     """(parameters after three updates by random gradients of about `size`, those gradients shaped as on one device)."""
     muon_flags = dict(optimizer="muon", muon_momentum=0.8, weight_decay=0.5, grad_clip_norm=1e9)
-    cfg = small_config(mesh_shape, **muon_flags, **flags)
+    cfg = small_config(mesh_shape, **muon_flags | flags)
     mesh, start = make_mesh(cfg), first_params(**on_one_device(flags))
     optimizer = make_optimizer(cfg, mesh)
 
@@ -66,6 +66,19 @@ SPREAD = {
 def test_updates_on_a_mesh_are_those_of_one_device(mesh, flags):
     params, _ = updated((1, 1, 1), **on_one_device(flags))
     assert_same(params, updated(mesh, **flags)[0], 1e-4)
+
+
+def test_experts_may_have_a_momentum_of_their_own():
+    """Their updates are those of a run in which all have it, and all others those of a run without it."""
+    flags = dict(blocks=1, layers_per_block=2)
+    plain, longer, both = (
+        updated((1, 1, 1), **flags, **more)[0]
+        for more in ({}, dict(muon_momentum=0.9), dict(expert_momentum=0.9))
+    )
+    short, long, own = (params["moe"].pop("experts") for params in (plain, longer, both))
+    assert_same(own, long, 1e-6)
+    assert furthest(own, short)[0] > 1e-3
+    assert_same(both, plain, 1e-6)
 
 
 def test_gradients_below_the_range_of_float16_make_the_same_updates():
