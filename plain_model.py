@@ -58,7 +58,7 @@ def forward(params, tokens, m):
     load_loss, load = 0.0, []
     for p in layers(params, m):
         h = rms_norm(x, p["attention"]["norm"], m.norm_eps)
-        exclusive = m.exclusive_attention and "router" in p
+        exclusive = m.exclusive_attention and "router" in p  # heads bring what other tokens say
         x = x + attention(p["attention"], h, start, m, exclusive)
         h = rms_norm(x, p["norm"], m.norm_eps)
         if "router" in p:
