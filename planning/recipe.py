@@ -46,7 +46,10 @@ def model_flags(width, vocab_size):
         rope_dim=32,
         embedding_norm=True,
         embedding_conv=3,
+        backout=True,
         latent_conv=3,
+        # its gain was gone after 5M tokens, and TPUs take longer with it
+        exclusive_attention=is_small,
         n_experts=8 if is_small else 16,
         experts_per_token=2,
         n_shared=1,
@@ -85,8 +88,8 @@ def training_flags(tokens, tokens_per_step, parameters, T, width):
         schedule="linear",
         max_lr=rounded(rate),
         end_lr=0.0,
-        warmup_steps=round(0.07 * steps),
-        embedding_lr=1.75,
+        warmup_steps=round(0.025 * steps),
+        embedding_lr=1.0,
         weight_decay=rounded(total_decay(tokens / parameters) / (rate * steps)),
         muon_momentum=rounded(momentum(steps)),
         # the second moment averages over more steps where they are small

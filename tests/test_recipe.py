@@ -44,13 +44,11 @@ def test_the_recipe_gives_back_the_presets_it_came_from():
     assert {flag: tiny[flag] for flag in shape} == shape
     batch = recipe.batch_tokens(819_200, tiny["T"])
     found = recipe.training_flags(819_200, batch, 1_900_000, tiny["T"], 128)
-    same = "global_batch_size training_steps optimizer schedule max_lr end_lr balance_weight"
-    for flag in [*same.split(), "muon_momentum", "adam_b2", "bias_update_rate", "eval_every"]:
+    same = "global_batch_size training_steps optimizer schedule max_lr end_lr warmup_steps"
+    same += " embedding_lr muon_momentum adam_b2 balance_weight bias_update_rate eval_every"
+    for flag in same.split():
         assert found[flag] == pytest.approx(tiny[flag]), flag
     assert found["weight_decay"] == pytest.approx(tiny["weight_decay"], rel=0.1)
-    # these two, and --backout, wait for a new ladder
-    assert found["warmup_steps"] == 28 and tiny["warmup_steps"] == 10
-    assert found["embedding_lr"] == 1.75 and tiny["embedding_lr"] == 1
     large = utils.replace(presets.preset("moe1b"), n_device_axis=(1, 1, 1))
     tokens = 75_000 * 262_144
     assert recipe.batch_tokens(tokens, 1024) == 262_144
