@@ -40,9 +40,6 @@ MOST_PARAMETERS = 40
 COMPILE_SECONDS = 600
 # The share of TOKENS_PER_PARAMETER that is enough, so that the model next in size is taken where it is nearer to it.
 ENOUGH = 0.7
-# Tokens up to which --backout, with --embedding_lr 1, ends a training clearly lower: by 0.06 after 0.8M, by 0.007 after
-# 2.5M. The recipe has neither, as its ladder is of longer runs.
-SOON = 2_000_000
 # The text where nobody gave --data: on accelerators the smallest of these corpora (data/corpora.json) of which EPOCHS
 # passes suffice, on a CPU Python's standard library; and the vocabulary for each.
 TEXTS = ("fineweb-edu-10BT", "fineweb-edu-100BT")
@@ -78,11 +75,6 @@ class Text(NamedTuple):
         if not made and self.make == LOCAL:  # which will make this
             made = [dict(source="stdlib", vocab_size=SMALL_VOCABULARY)]
         return bool(made) and all(map(ladder.applies_to, made))
-
-    @property
-    def is_soon_read(self):
-        """Whether a training on it ends while --backout still leads."""
-        return EPOCHS * self.tokens < SOON
 
     @property
     def vocabulary(self):
@@ -307,7 +299,6 @@ def configured(setting, width, tokens):
     machine, flags = setting.machine, setting.flags
     if width:
         flags = flags.with_defaults(**recipe.model_flags(width, setting.vocabulary))
-        flags = flags.with_defaults(backout=setting.text.is_soon_read)
         flags = flags.with_defaults(n_experts=divisible(flags.cfg.model.n_experts, machine.n))
     found = Found(
         machine.n,
@@ -334,8 +325,6 @@ def training_flags(cfg, tokens, active, text):
     m = cfg.model
     per_step = cfg.data.global_batch_size * m.T
     flags = recipe.training_flags(tokens, per_step, active, m.T, m.model_dimension)
-    if text.is_soon_read:
-        flags["embedding_lr"] = 1.0
     reading = little_text.Reading(text.tokens, tokens, active)
     flags |= little_text.not_by_heart(dict(dropout_rate=0.0) | flags, reading)
     # a preset may be of an architecture that lacks some of them

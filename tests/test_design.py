@@ -120,7 +120,6 @@ def test_hours_that_little_text_leaves_over_train_a_larger_model(
     assert abs(hours["design"]["tokens"] - design.EPOCHS * n) < step
     assert hours["dropout_rate"] > few["dropout_rate"] and "more text would help" in page
     assert f", dropout {hours['dropout_rate']:g}" in page
-    assert hours["backout"] and hours["embedding_lr"] == 1, "which lead in a short training"
     monkeypatch.setattr(design, "MOST_PARAMETERS", 1)
     limited, _ = designed("1xT4", hours=5, data=text_shards)
     assert limited["model_dimension"] == 64
@@ -134,7 +133,6 @@ def tokens_of(shards):
 
 def test_more_hours_train_a_larger_model(designed):
     small, page = designed("1xL4", hours=0.3)
-    assert not small["backout"]
     large, _ = designed("1xL4", hours=5)
     assert (small["model_dimension"], large["model_dimension"]) == (64, 256)
     assert small["max_lr"] > large["max_lr"]
