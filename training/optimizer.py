@@ -81,11 +81,11 @@ def make_rule(cfg, mesh):
 
 
 def nesterov(o):
-    """Nesterov's momentum with the state of `optax.trace`, and another momentum for experts if --expert_momentum is not 0.
+    """Nesterov's momentum, with the state of `optax.trace`; that of experts is --expert_momentum, where it is not 0.
 
-    A token goes to few experts. Where each gets one choice in 32, its gradient is the mean over few tokens and noisy, so
-    averaging over more steps gains more than it loses by their age: a run of 2.62M tokens ended 0.03 lower with 0.95 for
-    experts and 0.75 for all else.
+    A token goes to few experts. Where each gets one choice in 32, its gradient is the mean over few tokens and noisy.
+    Averaging over more steps then gains more than it loses by their age: a run of 2.62M tokens ended 0.03 lower with
+    0.95 for experts and 0.75 for all else.
     """
     of_experts = jnp.where(o.expert_momentum > 0, o.expert_momentum, o.muon_momentum)
 
