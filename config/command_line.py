@@ -18,7 +18,7 @@ from config.parser import NEAR, read_words
 from config.presets import PRESETS, preset
 from config.resume import check_resumable, check_same
 from config.settle import settle, validate
-from config.stored import read_values
+from config.stored import BESIDE_FLAGS, read_values
 from runtime import chips, installation
 from runtime.files import check_run_path, is_remote, read_json
 from runtime.messages import (
@@ -36,10 +36,9 @@ from shards.mixture import average_mix, corpus_root, parse_mix
 from shards.tokenization import load_tokenizer
 from utils import Config, Design, Plan, Run, replace
 
-# What the file of a run holds beside flags, and the flags that belong to one launch of it.
-NO_FLAGS = {"data_fingerprint", "commit", "encoding", "end_of_text", "eos_token_id", "config"}
-NO_FLAGS |= {"positions", "revision", "coordinator", "num_processes", "process_id", "design"}
-NO_FLAGS |= {"device_kind"}
+# What the file of a run or a design holds beside flags, and the flags that belong to one launch of it.
+NO_FLAGS = BESIDE_FLAGS | {"config", "coordinator", "num_processes", "process_id"}
+NO_FLAGS |= {"design", "end_of_text", "revision"}
 # What a run has of the machine that it ran on: its mesh, how its batches were divided for that, and what it keeps for
 # the backward pass, which a single GPU chooses by its memory. None of them changes more than rounding.
 OF_A_MACHINE = {"n_device_axis", "n_devices", "pp_interleave", "val_batch_size", "remat"}

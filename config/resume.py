@@ -9,7 +9,7 @@ import os
 import utils
 from config.batch import SPLIT
 from config.flags import compare, free_of_weights, without
-from config.stored import read_values
+from config.stored import BESIDE_FLAGS, read_values
 from runtime.files import names_in, read_json
 from runtime.messages import UserError, say
 from utils import flags_with, flatten
@@ -49,13 +49,19 @@ def stored_config(folder):
 
 def check_stored(config, folder, needed):
     """Raises UserError where a run's {flag: value} lacks one of `needed`, a value is none that its flag can have, or it
-    meant another model when the run was made."""
+    meant another model when the run was made. So may a flag that is unknown here, unless it is off."""
     path, remedy = os.path.join(folder, "config.json"), "restore it"
     if missing := sorted({*needed} - config.keys()):
         raise UserError(f"{', '.join(missing)} is missing", where=path, remedy=remedy)
     read = (utils.KEPT | {*needed}) & config.keys()
     read_values({flag: config[flag] for flag in read}, path, remedy=remedy)
     older = f"commit {config['commit']}" if config.get("commit") else "that version"
+    unknown = config.keys() - utils.FIELDS.keys() - BESIDE_FLAGS
+    if others := ", ".join(sorted(flag for flag in unknown if config[flag])):
+        raise UserError(
+            f"{path}: this version of the program has no flag {others}; use {older}, which made the run, or train "
+            f"again."
+        )
     for flag, values in CHANGED.items():
         if "revision" not in config and config.get(flag) in values:
             raise UserError(

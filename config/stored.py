@@ -7,6 +7,16 @@ from config.parser import Facts, facts_of, value_in_file
 from runtime.messages import UserError
 from utils import FIELDS
 
+# What config.json of a run holds beside flags.
+BESIDE_FLAGS = {
+    "commit",
+    "data_fingerprint",
+    "device_kind",
+    "encoding",
+    "eos_token_id",
+    "positions",
+}
+
 
 def read_values(flags, where, names=None, remedy=""):
     """{flag: value} that the JSON file `where` means. names: {flag: what it is called there}. Raises UserError."""

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import re
 import signal
+import statistics
 import time
 import types
 from concurrent import futures
@@ -34,6 +35,7 @@ LIBTPU_NAMES = {"v7x": "tpu7x"}  # chips for which libtpu has another name
 INSTALL = {"tpu": 'pip install "jax[tpu]"', "gpu": "bash setup_tpu.sh plan-gpu"}
 
 GPU_SHARE = 0.75  # share of a GPU's memory that jax allocates for programs
+MEASURED_SECONDS = 2  # for the speed of a CPU; in them medians differ by 8% on a VM whose fastest products do by 30%
 
 
 class Machine(NamedTuple):
@@ -142,18 +144,21 @@ def memory_of_this_machine():
 
 @functools.cache
 def measured_speed():
-    """FLOP/s of a matrix product in float32 on all cores of this machine, the fastest of several: other programs may
-    slow down some of them."""
+    """FLOP/s of a matrix product in float32 on all cores of this machine: the median over MEASURED_SECONDS.
+
+    A run takes longer than a burst: cores of a VM, and those of a laptop until they are warm, are faster for moments.
+    """
     m, k, n = 1024, 512, 1024
     left, right = jnp.ones((m, k)), jnp.ones((k, n))
     multiply = jax.jit(jnp.matmul)
     multiply(left, right).block_until_ready()  # which compiles it
     seconds = []
-    for _ in range(100):
+    end = time.perf_counter() + MEASURED_SECONDS
+    while not seconds or time.perf_counter() < end:
         began = time.perf_counter()
         multiply(left, right).block_until_ready()
         seconds.append(time.perf_counter() - began)
-    return 2 * m * k * n / min(seconds)
+    return 2 * m * k * n / statistics.median(seconds)
 
 
 def devices_of(machine):

@@ -125,6 +125,12 @@ def test_resume_refuses_other_models_data_and_batches_and_a_torn_config(
     (run / "config.json").write_text(json.dumps(older | dict(latent_conv=3)))
     for use in (lambda: train(**TINY, training_steps=4), lambda: weights.open_weights(str(run))):
         refusal(use, f"{run}/config.json: latent_conv 3 meant another model")
+    # of a version with other flags, of which one that is off changes nothing
+    (run / "config.json").write_text(json.dumps(stored | dict(attention_gate=True, expert_gate=0)))
+    for use in (lambda: train(**TINY, training_steps=4), lambda: weights.open_weights(str(run))):
+        refusal(
+            use, f"{run}/config.json: this version of the program has no flag attention_gate; use "
+        )
     # a model of other flags is no damaged one, as its checkpoint beside no or another config.json tells
     (run / "config.json").unlink()
     for flag, value in dict(blocks=3, max_lr=1.0, train_batch_size=3).items():
