@@ -106,6 +106,23 @@ def test_a_signal_leaves_a_checkpoint_to_resume_from(train, run_flags, tmp_path)
     assert metrics_of(runs / "run") == metrics_of(runs / "whole")
 
 
+def test_runs_of_other_versions_are_refused(train, tmp_path):
+    """Where the program of today would make another model of their flags."""
+    assert train(**TINY, training_steps=2) == 0
+    run = tmp_path / "runs" / "run"
+    stored = json.loads((run / "config.json").read_text())
+    older = {flag: value for flag, value in stored.items() if flag != "revision"}
+    other = stored | dict(
+        attention_gate=True, expert_gate=0
+    )  # flags of then; one that is off changes nothing
+    meant, unknown = "latent_conv 3 meant another model", "has no flag attention_gate; use "
+    for config, said in ((older | dict(latent_conv=3), meant), (other, unknown)):
+        (run / "config.json").write_text(json.dumps(config))
+        refusal(lambda: train(**TINY, training_steps=4), f"{run}/config.json: ", said)
+        refusal(lambda: weights.open_weights(str(run)), f"{run}/config.json: ", said)
+    assert os.listdir(run / "checkpoints") == ["2"]
+
+
 def test_resume_refuses_other_models_data_and_batches_and_a_torn_config(
     train, shards, tmp_path, capsys
 ):
@@ -120,17 +137,6 @@ def test_resume_refuses_other_models_data_and_batches_and_a_torn_config(
     for content in [config[:100], "[1, 2]", "null", "\xff\xfe{", *torn]:
         (run / "config.json").write_text(content, "latin-1")
         refusal(lambda: train(**TINY, training_steps=4), "config.json: ", "; restore it.")
-    # of a version in which a flag meant another model
-    older = {flag: value for flag, value in stored.items() if flag != "revision"}
-    (run / "config.json").write_text(json.dumps(older | dict(latent_conv=3)))
-    for use in (lambda: train(**TINY, training_steps=4), lambda: weights.open_weights(str(run))):
-        refusal(use, f"{run}/config.json: latent_conv 3 meant another model")
-    # of a version with other flags, of which one that is off changes nothing
-    (run / "config.json").write_text(json.dumps(stored | dict(attention_gate=True, expert_gate=0)))
-    for use in (lambda: train(**TINY, training_steps=4), lambda: weights.open_weights(str(run))):
-        refusal(
-            use, f"{run}/config.json: this version of the program has no flag attention_gate; use "
-        )
     # a model of other flags is no damaged one, as its checkpoint beside no or another config.json tells
     (run / "config.json").unlink()
     for flag, value in dict(blocks=3, max_lr=1.0, train_batch_size=3).items():
