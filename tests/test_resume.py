@@ -112,9 +112,7 @@ def test_runs_of_other_versions_are_refused(train, tmp_path):
     run = tmp_path / "runs" / "run"
     stored = json.loads((run / "config.json").read_text())
     older = {flag: value for flag, value in stored.items() if flag != "revision"}
-    other = stored | dict(
-        attention_gate=True, expert_gate=0
-    )  # flags of then; one that is off changes nothing
+    other = stored | dict(attention_gate=True, expert_gate=0)  # one that is off changes nothing
     meant, unknown = "latent_conv 3 meant another model", "has no flag attention_gate; use "
     for config, said in ((older | dict(latent_conv=3), meant), (other, unknown)):
         (run / "config.json").write_text(json.dumps(config))
