@@ -49,7 +49,8 @@ def stored_config(folder):
 
 def check_stored(config, folder, needed):
     """Raises UserError where a run's {flag: value} lacks one of `needed`, a value is none that its flag can have, or it
-    meant another model when the run was made. So may a flag that is unknown here, unless it is off."""
+    meant another model when the run was made. A flag that is unknown here may have shaped the model too, unless it is
+    off."""
     path, remedy = os.path.join(folder, "config.json"), "restore it"
     if missing := sorted({*needed} - config.keys()):
         raise UserError(f"{', '.join(missing)} is missing", where=path, remedy=remedy)

@@ -35,7 +35,7 @@ LIBTPU_NAMES = {"v7x": "tpu7x"}  # chips for which libtpu has another name
 INSTALL = {"tpu": 'pip install "jax[tpu]"', "gpu": "bash setup_tpu.sh plan-gpu"}
 
 GPU_SHARE = 0.75  # share of a GPU's memory that jax allocates for programs
-MEASURED_SECONDS = 2  # for the speed of a CPU; in them medians differ by 8% on a VM whose fastest products do by 30%
+MEASURED_SECONDS = 2  # for the speed of a CPU: long enough that no burst decides it
 
 
 class Machine(NamedTuple):
