@@ -238,6 +238,14 @@ def viewed(op):
     return op
 
 
+def branches_of(conditional):
+    """The computations of a conditional operation, in the order of the index that chooses one; false counts 0."""
+    named = re.findall(r"(true|false)_computation=%([\w.\-]+)", conditional.rest)
+    if named:
+        return [dict(named)[name] for name in ("false", "true")]
+    return re.findall(r"%([\w.\-]+)", conditional.rest.split("branch_computations", 1)[1])
+
+
 @dataclasses.dataclass
 class Scope:
     """The state while a computation is walked through, such as the body of a loop."""
@@ -328,7 +336,7 @@ class Timeline:
                 for callee in CALLED.findall(op.rest):
                     self.visit(callee)
             elif kind == "conditional":  # the branch of kernels/grouped.py: at_even_load
-                branches = re.findall(r"%([\w.\-]+)", op.rest.split("computation", 1)[1])
+                branches = branches_of(op)
                 even = re.search(r"at_even_load_(\d+)/cond", op.rest)
                 self.visit(branches[int(even[1]) if even else 0])
             elif is_kernel(op):
