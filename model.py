@@ -224,16 +224,10 @@ def choose_fsdp(cfg, platform, slices):
     gathers its own weights, and scatters its gradient, while others compute. full is exchange where gradients are
     better scattered by an all-to-all (`collectives.scatter_gradient`): on one slice of TPUs."""
     fsdp = cfg.model.fsdp
-    if fsdp == "hoist" and runs_once(cfg):
+    if fsdp == "hoist" and cfg.runs_once:
         fsdp = "full"
     near = cfg.run.n_device_axis[0] <= MOST_EXCHANGED
     return "exchange" if fsdp == "full" and platform == "tpu" and slices == 1 and near else fsdp
-
-
-def runs_once(cfg):
-    """Whether each layer runs once a batch, for a single microbatch in a single stage."""
-    _, pp, _ = cfg.run.n_device_axis
-    return cfg.data.microbatches == pp == 1
 
 
 def loss_chunk():
@@ -452,21 +446,9 @@ def run_stage(cfg, layers, x, tokens, cache=None, round=0):
         return x, (stats, new_cache)
 
     scanned = np.arange(blocks), cache or {}
-    x, (stats, cache) = layers.scan(run_block, x, scanned, unrolled=not has_loop(cfg))
+    x, (stats, cache) = layers.scan(run_block, x, scanned, unrolled=not cfg.has_loop(platform()))
     stats = stats._replace(balance_loss=stats.balance_loss.sum(), dropped=stats.dropped.sum())
     return x, stats, cache
-
-
-# Layers that a program holds one after another. A loop would stack what each layer keeps for its backward pass, and a
-# loop around it would stack that again. More layers have the loop, to compile fast.
-UNROLLED = 12
-
-
-def has_loop(cfg):
-    """Whether a stage's blocks run in a loop, over blocks or microbatches."""
-    blocks = blocks_of_stage(cfg)
-    many = blocks > 1 and blocks * cfg.model.layers_per_block > UNROLLED
-    return many or not runs_once(cfg)
 
 
 def run_layers(cfg, kind, n, layers, block, first, x, tokens, cache=None):
@@ -478,7 +460,7 @@ def run_layers(cfg, kind, n, layers, block, first, x, tokens, cache=None):
         x, (_, cache) = run_layer(cfg, kind, layers, (*block, i), first + i, x, tokens, cache)
         return x, cache
 
-    unrolled = n <= UNROLLED and (platform() != "cpu" or runs_once(cfg))
+    unrolled = n <= utils.UNROLLED[platform()] and (platform() != "cpu" or cfg.runs_once)
     return layers.scan(run_next, x, (np.arange(n), cache), unrolled)
 
 
@@ -519,7 +501,7 @@ def remat_policy(cfg):
 def keeps_attention(cfg, platform):
     """Whether a layer keeps what its attention kernel returns, so that the backward pass need not run it again. A loop
     stacks what it keeps, and a loop around it stacks that again: on TPUs this takes longer than the kernel."""
-    return cfg.model.remat != "full" and (platform != "tpu" or runs_once(cfg))
+    return cfg.model.remat != "full" and (platform != "tpu" or cfg.runs_once)
 
 
 def needs_barriers(cfg, kind):
@@ -533,7 +515,7 @@ def needs_barriers(cfg, kind):
     if platform() == "cpu":
         return True
     in_block = cfg.model.layers_per_block > 1 and kind in architecture_of(cfg).stacks
-    return not (in_block and has_loop(cfg))
+    return not (in_block and cfg.has_loop(platform()))
 
 
 def gathers_by_layer(cfg):

@@ -57,6 +57,13 @@ FUSED_TPU = TPU._replace(
     logit_copies=1.0,
 )
 
+# Either of them where no loop stacks what layers keep (`utils.Config.has_loop`).
+WITHOUT_LOOP = dict(
+    kept=dict(full=0.0, attention=0.0, experts=0.0, dots=0.0, none=0.0),
+    channels_kept=0.85,
+    expert_channels_kept=0.85,
+)
+
 GPU = Fitted(
     intermediates=4.8,
     weights=25.0,
@@ -83,16 +90,18 @@ LAUNCH = 2e-6
 LAUNCHES = 180
 
 # How many times longer attention kernels take than other products of as many operations. Half of the peak is assumed
-# on TPUs, which report no time of kernels; a quarter was measured on an H200, of a peak that is cut to 3/4 already.
+# on TPUs, which report no time of kernels. An H200 reached a third, of a peak that is cut to 3/4 already: 29% to 40% in
+# four shapes of heads, and 32% in each of two traced steps, `moe-1.6b` and `gpt2-124m` (dev/log.md).
 ATTENTION_ON_TPU = 2
-ATTENTION_ON_GPU = 3
+ATTENTION_ON_GPU = 2.25
 
 
-def fitted_to(machine):
-    """The `Fitted` constants of a machine; CPUs have those of TPUs, and no times."""
+def fitted_to(machine, has_loop):
+    """The `Fitted` constants of a machine; CPUs have those of TPUs, and no times. has_loop: of the step's Config."""
     if machine.platform == "gpu":
         return GPU
-    return FUSED_TPU if machine.chip.fuses else TPU
+    fit = FUSED_TPU if machine.chip.fuses else TPU
+    return fit if has_loop or machine.platform == "cpu" else fit._replace(**WITHOUT_LOOP)
 
 
 def attention_slowdown(chip):

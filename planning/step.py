@@ -57,7 +57,7 @@ def divide(cfg, machine):
     return Step(
         cfg=cfg,
         machine=machine,
-        fit=fitted_to(machine),
+        fit=fitted_to(machine, cfg.has_loop(machine.platform)),
         mesh=dict(zip(collectives.AXES, (dp, pp, tp))),
         batches=cfg.run.accumulation_steps,
         ticks=ticks,
