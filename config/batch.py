@@ -22,7 +22,7 @@ def divided(flags, found):
     128 sequences a step on (8, 1, 1) are 16 on each replica, in 4 microbatches of --microbatch_size 4. Where
     activations of 16 sequences do not fit in a device, they are 2 accumulation steps of 8 sequences.
 
-    On a single GPU and on TPUs that includes --remat (`fill_gpu`, `keeps_all`).
+    On a single GPU and on TPUs that includes --remat (`fill_gpu`, `in_one_microbatch`, `keeps_all`).
     """
     cfg, given = flags
     dp = cfg.run.n_device_axis[0]
@@ -40,6 +40,8 @@ def divided(flags, found):
         steps = accumulation
     if found.memory_share and is_one_gpu(cfg, found):
         parts = fill_gpu(cfg, given, steps, found.memory_share)
+    elif is_tpu(found) and (whole := in_one_microbatch(cfg, given, steps, found.memory_share)):
+        parts = whole
     elif steps:
         parts = cut_replica(cfg, given, steps)
     else:
@@ -49,11 +51,30 @@ def divided(flags, found):
     return dict(global_batch_size=total) | parts
 
 
+def is_tpu(found):
+    """Whether a run is on TPUs that are known."""
+    chip = chip_of(found.device_kind)
+    return chip is not None and chip.platform == "tpu" and found.memory_share is not None
+
+
+def in_one_microbatch(cfg, given, steps, memory_share):
+    """{flag: value} of a TPU's sequences in one microbatch, for which no loop is needed (`utils.Config.has_loop`); {}
+    where that does not fit, or flags or the mesh say otherwise. steps: of accumulation; 0: those of the preset."""
+    dp, pp, _ = cfg.run.n_device_axis
+    total = cfg.data.global_batch_size
+    if pp > 1 or given & {"microbatches", "microbatch_size"}:
+        return {}
+    steps = steps or math.gcd(cfg.run.accumulation_steps, total // dp)
+    parts = cut_replica(replace(cfg, microbatch_size=total), given, steps)
+    cfg = replace(cfg, **parts)
+    fits = not cfg.has_loop("tpu") and checked_share(cfg, parts, memory_share) <= 1
+    return parts if fits else {}
+
+
 def keeps_all(cfg, parts, found):
     """Whether TPUs compute nothing twice (--remat none) with these parts of a batch: where no loop stacks what layers
     keep, and all of it fits. `moe1b` takes 0.28 s a step for 0.34 on 32 chips of v4, by the compiler (dev/log.md)."""
-    chip = chip_of(found.device_kind)
-    if chip is None or chip.platform != "tpu" or not found.memory_share:
+    if not is_tpu(found):
         return False
     cfg = replace(cfg, remat="none", **parts)
     return not cfg.has_loop("tpu") and found.memory_share(cfg) <= 1
@@ -68,14 +89,14 @@ def is_one_gpu(cfg, found):
 def fill_gpu(cfg, given, steps, memory_share):
     """{flag: value} of a single GPU's sequences, in microbatches as large as its memory allows, since products of few
     tokens leave a large GPU idle. Where FILLS_GPU tokens of one, or all of the batch, fit with --remat none, nothing is
-    computed twice. steps: of accumulation; 0: the fewest that fit."""
-    if "remat" not in given:
-        keeps_all = replace(cfg, remat="none")
-        parts = largest_microbatches(keeps_all, given, steps, memory_share)
+    computed twice; where they fit with dots, few products are. steps: of accumulation; 0: the fewest that fit."""
+    for remat in () if "remat" in given else ("none", "dots"):
+        keeps_more = replace(cfg, remat=remat)
+        parts = largest_microbatches(keeps_more, given, steps, memory_share)
         tokens = parts["train_batch_size"] // parts["microbatches"] * cfg.model.T
         is_full = tokens >= min(FILLS_GPU, cfg.data.global_batch_size * cfg.model.T)
-        if is_full and checked_share(keeps_all, parts, memory_share) <= 1:
-            return parts | dict(remat="none")
+        if is_full and checked_share(keeps_more, parts, memory_share) <= 1:
+            return parts | dict(remat=remat)
     return largest_microbatches(cfg, given, steps, memory_share)
 
 

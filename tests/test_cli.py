@@ -873,7 +873,6 @@ def test_a_single_gpu_has_one_microbatch_as_large_as_fits():
     assert divided(f"{words} --microbatch_size 8", **gpu).items() >= dict(A=2, M=8).items()
     assert divided(f"{words} --microbatches 2", **gpu).items() >= dict(A=2, M=2).items()
     assert divided(words, 2, **gpu)["M"] == 16
-    assert divided(words, **gpu | dict(device_kind="TPU v4"))["M"] == 16
     assert divided(words, device_kind="NVIDIA H200")["M"] == 32
 
 
@@ -884,8 +883,8 @@ def test_a_single_gpu_computes_nothing_twice_where_it_has_room_for_a_full_microb
         """(--remat, sequences of a microbatch) of a device that has room for so many, kept whole."""
 
         def share(cfg):
-            d, is_kept = cfg.data, cfg.model.remat == "none"
-            return d.train_batch_size / d.microbatches / sequences / (1 if is_kept else 4)
+            d, room = cfg.data, dict(none=1, dots=2).get(cfg.model.remat, 4)
+            return d.train_batch_size / d.microbatches / sequences / room
 
         found = Found(1, device_kind=kind, memory_share=share, stored=stored)
         cfg = settle.settle(command_line.parse(words.split()), found)
@@ -897,6 +896,7 @@ def test_a_single_gpu_computes_nothing_twice_where_it_has_room_for_a_full_microb
     large, of_large = settled(words, 120)
     small, _ = settled(words, 12)
     assert large == ("none", 120) and small == ("attention", 48)
+    assert settled(words, 40)[0] == ("dots", 80)
     assert settled(words, 120, kind="TPU v4")[0][0] == "attention"
     assert settled(f"{words} --remat full", 120)[0] == ("full", 480)
     assert settled(words, 12, **of_large)[0] == large
@@ -908,6 +908,34 @@ def test_a_single_gpu_computes_nothing_twice_where_it_has_room_for_a_full_microb
     assert settled(f"{words} --train_batch_size 96 --microbatch_size 8", 50)[0] == ("attention", 8)
     few, _ = settled(f"{words} --global_batch_size 8", 8)
     assert few == ("none", 8)
+
+
+def test_tpus_need_no_loop_where_all_of_a_replica_fits():
+    """One microbatch, of which everything is kept where that fits too; not in stages, nor where flags say otherwise."""
+
+    def settled(words, room, n=8):
+        """(--remat, accumulation steps, microbatches) of devices with room for so many sequences, kept whole."""
+
+        def share(cfg):
+            kept = 1 if cfg.model.remat == "none" else 4
+            return cfg.data.train_batch_size / cfg.data.microbatches / room / kept
+
+        found = Found(n, device_kind="TPU v4", memory_share=share)
+        cfg = settle.settle(command_line.parse(f"--preset moe1b {words}".split()), found)
+        return cfg.model.remat, cfg.run.accumulation_steps, cfg.data.microbatches
+
+    assert settled("", 32) == ("none", 1, 1)  # 256 sequences on 8 replicas
+    assert settled("", 8) == ("attention", 1, 1)
+    assert settled("", 4) == ("attention", 1, 4)
+    assert settled("--n_device_axis 4 2 1", 32) == ("attention", 1, 8)
+    assert settled("--microbatch_size 4", 32) == ("attention", 1, 8)
+    assert (
+        settled("--microbatches 1", 32) == settled("--accumulation_steps 1", 32) == ("none", 1, 1)
+    )
+    assert settled("--accumulation_steps 2", 16) == ("none", 2, 1)
+    assert settled("--train_batch_size 16", 8) == ("attention", 1, 1)
+    assert settled("--remat full", 32) == ("full", 1, 1)
+    assert settled("--blocks 9", 32) == ("attention", 1, 4)  # 54 layers
 
 
 def test_a_run_repeated_elsewhere_chooses_what_it_keeps_anew(tmp_path):
@@ -922,7 +950,7 @@ def test_a_run_repeated_elsewhere_chooses_what_it_keeps_anew(tmp_path):
 
     def room_taken(cfg):
         micro = cfg.data.train_batch_size / cfg.data.microbatches
-        return micro / (1 if cfg.model.remat == "none" else 4)
+        return micro / dict(none=1, dots=2).get(cfg.model.remat, 4)
 
     of_a_run = dict(preset="gpt2-124m", remat="none", data_fingerprint="x")
     path.write_text(json.dumps(of_a_run))
