@@ -176,9 +176,13 @@ def to_experts(x):
         return x.reshape(len(x), 1, *x.shape[1:])
     E = len(x)
     n = min(E, devices)
-    x = x.reshape(n, -1, *x.shape[1:])  # [n, E/n, C, D]
     different, _ = expert_groups(E, devices)
-    x = lax.all_to_all(x, EXPERT_AXES, 0, 0, axis_index_groups=different)
+    if (
+        n == E
+    ):  # one expert on each: a dim of 1 beside n would have a TPU write the buckets in another order
+        return lax.all_to_all(x, EXPERT_AXES, 0, 0, axis_index_groups=different)[None]
+    x = x.reshape(n, -1, *x.shape[1:])  # [n, E/n, C, D]
+    x = lax.all_to_all(x, EXPERT_AXES, 0, 0)
     return x.swapaxes(0, 1)
 
 

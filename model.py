@@ -400,11 +400,14 @@ def pipeline(stage, scan, inputs, state, rounds=1):
 
     def tick(carry, i):
         x, inputs, state = carry
-        if rounds > 1:  # stage 0 gets from the last stage its input of the next round
+        is_first = own == 0
+        # Stage 0 gets its input of the next round from the last stage. It waits M - S ticks.
+        if rounds > 1 and M > S:
             arrived = jnp.maximum(i - S, 0) % M
             kept = jnp.where(i >= S, x, inputs[arrived])
             inputs = inputs.at[arrived].set(kept)
-        is_first = own == 0
+        elif rounds > 1:
+            is_first &= i < M
         entering = i % M if rounds > 1 else jnp.minimum(i, M - 1)
         x = jnp.where(is_first, inputs[entering], x)
 

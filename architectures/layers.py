@@ -209,37 +209,16 @@ def project_heads(out, weight, tokens, m):
     return scatter_sequence(out, tokens.split)
 
 
-@jax.custom_vjp
+@keep_inputs
 def activate(h):
     """[..., 2, F] -> SwiGLU (arXiv:2002.05202, equation 5); [..., 1, F] -> GELU. Returns [..., F].
 
-    Computed in float32: on a CPU XLA rounds bfloat16 after every operation, which takes three times as long. Its
-    gradient keeps h alone, and is written in one piece: jax would add up those of the two branches, each beside zeros.
+    Computed in float32: on a CPU XLA rounds bfloat16 after every operation, which takes three times as long.
     """
-    return activation(*branches_of(h)).astype(h.dtype)
-
-
-def activation(gate, up=None):
-    """`activate` of one branch or two."""
-    return jax.nn.gelu(gate) if up is None else jax.nn.silu(gate) * up
-
-
-def branches_of(h):
-    """h [..., g, F] -> g arrays [..., F] in float32."""
-    return [h[..., g, :].astype(jnp.float32) for g in range(h.shape[-2])]
-
-
-def _activate_forward(h):
-    return activate(h), h
-
-
-def _activate_backward(h, d_out):
-    _, transpose = jax.vjp(activation, *branches_of(h))
-    gradients = transpose(d_out.astype(jnp.float32))
-    return (jnp.stack(gradients, -2).astype(h.dtype),)
-
-
-activate.defvjp(_activate_forward, _activate_backward)
+    gate = h[..., 0, :].astype(jnp.float32)
+    if h.shape[-2] == 1:
+        return jax.nn.gelu(gate).astype(h.dtype)
+    return (jax.nn.silu(gate) * h[..., 1, :]).astype(h.dtype)
 
 
 def feed_forward_table(cfg, F, up_std, down_std):

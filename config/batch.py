@@ -12,6 +12,9 @@ SPLIT = {"train_batch_size", "accumulation_steps", "microbatches", "microbatch_s
 # Tokens of a microbatch that fill a single GPU. An H200 trained `gpt2-124m` 14% faster with --remat none than with
 # attention in a microbatch of so many (dev/log.md).
 FILLS_GPU = 48 * 1024
+# The same of a TPU, where fewer have it compute something twice: `moe-sparse` on v5e:2x4 takes 0.74 s a step in
+# microbatches of 8,192 tokens that are kept whole, and 0.92 s in one of 32,768, by the compiler (dev/log.md).
+FILLS_TPU = 8 * 1024
 
 
 def divided(flags, found):
@@ -46,7 +49,7 @@ def divided(flags, found):
         parts = cut_replica(cfg, given, steps)
     else:
         parts = fit_memory(cfg, given, found.memory_share)
-    if "remat" not in given and keeps_all(cfg, parts, found):
+    if "remat" not in given | parts.keys() and keeps_all(cfg, parts, found):
         parts |= dict(remat="none")
     return dict(global_batch_size=total) | parts
 
@@ -58,17 +61,28 @@ def is_tpu(found):
 
 
 def in_one_microbatch(cfg, given, steps, memory_share):
-    """{flag: value} of a TPU's sequences in one microbatch, for which no loop is needed (`utils.Config.has_loop`); {}
-    where that does not fit, or flags or the mesh say otherwise. steps: of accumulation; 0: those of the preset."""
-    dp, pp, _ = cfg.run.n_device_axis
+    """{flag: value} of a TPU's sequences in accumulation steps of one microbatch, for which no loop is needed
+    (`utils.Config.has_loop`): with --remat none in the fewest of at least FILLS_TPU tokens that fit, else all sequences
+    at once. {} where these do not fit either, or flags or the mesh say otherwise. steps: of accumulation; 0: at least
+    those of the preset."""
+    dp, pp, tp = cfg.run.n_device_axis
     total = cfg.data.global_batch_size
     if pp > 1 or given & {"microbatches", "microbatch_size"}:
         return {}
-    steps = steps or math.gcd(cfg.run.accumulation_steps, total // dp)
-    parts = cut_replica(replace(cfg, microbatch_size=total), given, steps)
-    cfg = replace(cfg, **parts)
-    fits = not cfg.has_loop("tpu") and checked_share(cfg, parts, memory_share) <= 1
-    return parts if fits else {}
+    own = total // dp  # sequences of a replica
+    fewest = steps or math.gcd(cfg.run.accumulation_steps, own)
+    most = max(fewest, own * cfg.model.T // tp // FILLS_TPU)
+    tried = [(cfg.model.remat, fewest)]
+    if "remat" not in given:
+        more = [n for n in divisors(own) if n % fewest == 0 and n <= most and not steps]
+        tried = [("none", n) for n in more or [fewest]] + tried
+    for remat, n in tried:
+        whole = replace(cfg, remat=remat, microbatch_size=total)
+        parts = cut_replica(whole, given, n)
+        fits = checked_share(whole, parts, memory_share) <= 1
+        if fits and not replace(whole, **parts).has_loop("tpu"):
+            return parts | dict(remat=remat)
+    return {}
 
 
 def keeps_all(cfg, parts, found):

@@ -897,7 +897,6 @@ def test_a_single_gpu_computes_nothing_twice_where_it_has_room_for_a_full_microb
     small, _ = settled(words, 12)
     assert large == ("none", 120) and small == ("attention", 48)
     assert settled(words, 40)[0] == ("dots", 80)
-    assert settled(words, 120, kind="TPU v4")[0][0] == "attention"
     assert settled(f"{words} --remat full", 120)[0] == ("full", 480)
     assert settled(words, 12, **of_large)[0] == large
     assert settled(words, 12, "Tesla T4", **of_large)[0] == small
@@ -925,7 +924,8 @@ def test_tpus_need_no_loop_where_all_of_a_replica_fits():
         return cfg.model.remat, cfg.run.accumulation_steps, cfg.data.microbatches
 
     assert settled("", 32) == ("none", 1, 1)  # 256 sequences on 8 replicas
-    assert settled("", 8) == ("attention", 1, 1)
+    assert settled("", 8) == ("none", 4, 1)  # steps of 8,192 tokens
+    assert settled("--accumulation_steps 1", 8) == ("attention", 1, 1)
     assert settled("", 4) == ("attention", 1, 4)
     assert settled("--n_device_axis 4 2 1", 32) == ("attention", 1, 8)
     assert settled("--microbatch_size 4", 32) == ("attention", 1, 8)
@@ -956,7 +956,7 @@ def test_a_run_repeated_elsewhere_chooses_what_it_keeps_anew(tmp_path):
     path.write_text(json.dumps(of_a_run))
     assert remat(words, 120) == "none"
     assert remat(words, 12) == remat(words, 12, "Tesla T4") == "attention"
-    assert remat(words, 120, "TPU v4") == "attention"
+    assert remat(words, 1, "TPU v4") == "attention"
     assert remat(f"{words} --remat none", 12) == "none"
     path.write_text(json.dumps(of_a_run | dict(remat="full")))
     assert remat(words, 120) == "none"
