@@ -372,7 +372,7 @@ class Design:
 
 
 # The most layers that the program of a batch has one after another, by platform. More have a loop, to compile fast:
-# the 48 of `moe1b` take the compiler for v4 two and a half times as long without, and the step a sixth less.
+# the 48 of `moe1b` take the compiler for v4 two and a half times as long without, and the step is a sixth shorter.
 UNROLLED = {"cpu": 12, "gpu": 48, "tpu": 48}
 
 

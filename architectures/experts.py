@@ -415,9 +415,9 @@ def all_rounds(C, more, queues, *operands):
 def _all_rounds_forward(C, more, queues, *operands):
     out, transpose = jax.vjp(functools.partial(one_round, C, 0, queues), *operands)
 
-    def add(round, sums):
+    def add(run, sums):
         [out] = sums
-        return [out + round(*operands)]
+        return [out + run(*operands)]
 
     [out] = add_further(C, more, queues, add, [out])
     return out, (transpose, queues, operands)
@@ -426,8 +426,8 @@ def _all_rounds_forward(C, more, queues, *operands):
 def _all_rounds_backward(C, more, kept, d_out):
     transpose, queues, operands = kept
 
-    def add(round, sums):
-        _, transpose = jax.vjp(round, *operands)
+    def add(run, sums):
+        _, transpose = jax.vjp(run, *operands)
         return [total + own for total, own in zip(sums, transpose(d_out))]
 
     return None, *add_further(C, more, queues, add, transpose(d_out))
@@ -437,15 +437,15 @@ all_rounds.defvjp(_all_rounds_forward, _all_rounds_backward)
 
 
 def add_further(C, more, queues, add, sums):
-    """What `add(round, sums)` makes of the sums with one round after another, from rank C on; `sums`, where no device
-    has choices left. The sums of several rounds are in float32."""
+    """What `add(run, sums)` makes of the sums with one round after another, each the function `run` of the operands,
+    from rank C on; the sums as they are where no device has choices left. Those of several rounds are in float32."""
     left = jnp.maximum(queues.length.max() - C, 0)
     rounds = largest(-(-left // more), EXPERT_AXES)
 
     def add_all(sums):
         def add_one(r, wide):
-            round = functools.partial(one_round, more, C + r * more, queues)
-            return add(round, wide)
+            run = functools.partial(one_round, more, C + r * more, queues)
+            return add(run, wide)
 
         wide = [x.astype(jnp.float32) for x in sums]
         with at_even_load(1):  # once it is here

@@ -12,8 +12,9 @@ SPLIT = {"train_batch_size", "accumulation_steps", "microbatches", "microbatch_s
 # Tokens of a microbatch that fill a single GPU. An H200 trained `gpt2-124m` 14% faster with --remat none than with
 # attention in a microbatch of so many (dev/log.md).
 FILLS_GPU = 48 * 1024
-# The same of a TPU, where fewer have it compute something twice: `moe-sparse` on v5e:2x4 takes 0.74 s a step in
-# microbatches of 8,192 tokens that are kept whole, and 0.92 s in one of 32,768, by the compiler (dev/log.md).
+# Tokens of a microbatch below which a TPU rather computes something twice than divides its batch further. `moe-sparse`
+# on v5e:2x4 takes 0.74 s a step in four microbatches of so many, kept whole, and 0.92 s in one, by the compiler
+# (dev/log.md).
 FILLS_TPU = 8 * 1024
 
 
@@ -71,11 +72,11 @@ def in_one_microbatch(cfg, given, steps, memory_share):
         return {}
     own = total // dp  # sequences of a replica
     fewest = steps or math.gcd(cfg.run.accumulation_steps, own)
-    most = max(fewest, own * cfg.model.T // tp // FILLS_TPU)
+    most = fewest if steps else max(fewest, own * cfg.model.T // tp // FILLS_TPU)
     tried = [(cfg.model.remat, fewest)]
     if "remat" not in given:
-        more = [n for n in divisors(own) if n % fewest == 0 and n <= most and not steps]
-        tried = [("none", n) for n in more or [fewest]] + tried
+        several = [n for n in divisors(own) if n % fewest == 0 and n <= most]
+        tried = [("none", n) for n in several] + tried
     for remat, n in tried:
         whole = replace(cfg, remat=remat, microbatch_size=total)
         parts = cut_replica(whole, given, n)

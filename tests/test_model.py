@@ -312,6 +312,28 @@ def test_the_router_of_one_expert_for_each_token_learns_from_the_loss(name):
     assert jnp.abs(layer["router"]).max() > 1e-2 * jnp.abs(layer["experts"]["down"]).max()
 
 
+@pytest.mark.parametrize("remat", ["none", "attention"])
+def test_layers_in_a_loop_compute_what_they_do_one_after_another(remat, monkeypatch):
+    found = []
+    for most in (1, 6):
+        monkeypatch.setitem(utils.UNROLLED, "cpu", most)
+        cfg = small_config(
+            sequences=8,
+            blocks=3,
+            layers_per_block=2,
+            microbatches=1,
+            remat=remat,
+            experts="buckets",
+        )
+        assert cfg.has_loop("cpu") == (most < 6)
+        tokens, targets = batch_of(cfg, make_mesh(cfg))
+        compute = jax.jit(
+            jax.value_and_grad(model.make_loss(cfg, make_mesh(cfg), True), has_aux=True)
+        )
+        found.append(compute(raised_params(cfg), tokens[0], targets[0], jax.random.key(7), 0))
+    assert furthest(*found)[0] < 1e-5
+
+
 @pytest.mark.parametrize("size", [1, 40], ids=["usual", "targets of no probability"])
 def test_cross_entropy_and_its_gradient(size):
     """In chunks, against the plain formula; the padding of the vocabulary has no probability. Of large logits some are

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+from types import SimpleNamespace
 from unittest import mock
 
 import jax
@@ -154,6 +155,17 @@ def test_formulas_agree_with_the_tpu_compiler(
     may_overflow = cfg.model.n_experts and not cfg.model.capacity_factor
     in_rounds = may_overflow and cfg.model.experts != "tiles"
     assert (a["overlapped"]["further round"] > 0) == bool(in_rounds)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "%p, %a, %b), true_computation=%two, false_computation=%one, metadata={",  # of lax.cond
+        "%i, %a, %b), branch_computations={%one, %two}, metadata={",  # of lax.switch
+    ],
+)
+def test_the_branches_of_a_conditional_are_in_the_order_of_their_index(written):
+    assert hlo.branches_of(SimpleNamespace(rest=written)) == ["one", "two"]
 
 
 MESH = dict(dp=2, pp=3, tp=4)
