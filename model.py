@@ -401,15 +401,15 @@ def pipeline(stage, scan, inputs, state, rounds=1):
     def tick(carry, i):
         x, inputs, state = carry
         is_first = own == 0
-        # Stage 0 gets its input of the next round from the last stage. It waits M - S ticks.
+        entering = i % M if rounds > 1 else jnp.minimum(i, M - 1)
+        fed = inputs[entering]
+        # Stage 0 gets its input of the next round from the last stage. It waits M - S ticks. What arrives in the first
+        # S ticks is nobody's: it lies where the first input was, and is replaced before anyone reads it.
         if rounds > 1 and M > S:
-            arrived = jnp.maximum(i - S, 0) % M
-            kept = jnp.where(i >= S, x, inputs[arrived])
-            inputs = inputs.at[arrived].set(kept)
+            inputs = inputs.at[jnp.maximum(i - S, 0) % M].set(x)
         elif rounds > 1:
             is_first &= i < M
-        entering = i % M if rounds > 1 else jnp.minimum(i, M - 1)
-        x = jnp.where(is_first, inputs[entering], x)
+        x = jnp.where(is_first, fed, x)
 
         done = jnp.clip(i - own, 0, rounds * M - 1)  # runs of this stage before this tick
         round, microbatch = done // M, done % M
