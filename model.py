@@ -449,7 +449,9 @@ def run_stage(cfg, layers, x, tokens, cache=None, round=0):
         return x, (stats, new_cache)
 
     scanned = np.arange(blocks), cache or {}
-    x, (stats, cache) = layers.scan(run_block, x, scanned, unrolled=not cfg.has_loop(platform()))
+    # Decoding has no backward pass to keep anything for, so its program is as short as on CPUs.
+    has_loop = cfg.has_loop("cpu" if cache else platform())
+    x, (stats, cache) = layers.scan(run_block, x, scanned, unrolled=not has_loop)
     stats = stats._replace(balance_loss=stats.balance_loss.sum(), dropped=stats.dropped.sum())
     return x, stats, cache
 
