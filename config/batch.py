@@ -12,9 +12,9 @@ SPLIT = {"train_batch_size", "accumulation_steps", "microbatches", "microbatch_s
 # Tokens of a microbatch that fill a single GPU. An H200 trained `gpt2-124m` 14% faster with --remat none than with
 # attention in a microbatch of so many (dev/log.md).
 FILLS_GPU = 48 * 1024
-# Tokens of a microbatch below which a TPU rather computes something twice than divides its batch further. `moe-sparse`
-# on v5e:2x4 takes 0.74 s a step in four microbatches of so many, kept whole, and 0.92 s in one, by the compiler
-# (dev/log.md).
+# A TPU divides its batch until all that layers keep fits, into microbatches of at least this many tokens. Products of
+# fewer are slow, so it computes some things twice instead. `moe-sparse` on v5e:2x4 takes 0.74 s a step in four
+# microbatches of 8,192 tokens, kept whole, and 0.92 s in one of 32,768, by the compiler (dev/log.md).
 FILLS_TPU = 8 * 1024
 
 
