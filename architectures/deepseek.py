@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from architectures import Architecture, LayerCost
 from architectures.experts import choose_experts, experts_table, routed_experts, router_logits
@@ -249,7 +250,7 @@ def project_queries(q_latent, q_up, position, m):
 
     A rotated channel is its own value times cos plus its partner's times sin. Instead of moving channels to their
     partners' places, which took 0.1 s of a step of 0.5 s of `moe1b` by the TPU compiler, a second product computes the
-    partners: its weight has the columns in these places.
+    partners: its weight has the columns in these places. --remat dots keeps the sum of both, not the two products.
     """
     K, scale = m.key_dim, q_up.shape[-1] ** -0.5
     if q_up.shape[-1] == K:  # no rotary channels
@@ -259,10 +260,11 @@ def project_queries(q_latent, q_up, position, m):
     angle = position[:, None, :, None] * frequencies  # [B or 1, 1, T, rope_dim]
     sin = (jnp.sin(angle) * scale).astype(q_latent.dtype)
     cos = (jnp.cos(angle) * scale).astype(q_latent.dtype)
-    partner = einsum("btr,rhk->bhtk", q_latent, jnp.concatenate([-b, a], -1)) * sin
+    partner = einsum("btr,rhk->bhtk", q_latent, jnp.concatenate([-b, a], -1), kept_by=None) * sin
     unrotated = [(0, 0), (0, 0), (0, 0), (K, 0)]  # the K channels before the rotated ones
-    own = einsum("btr,rhk->bhtk", q_latent, q_up) * jnp.pad(cos, unrotated, constant_values=scale)
-    return own + jnp.pad(partner, unrotated)
+    factor = jnp.pad(cos, unrotated, constant_values=scale)
+    own = einsum("btr,rhk->bhtk", q_latent, q_up, kept_by=None) * factor
+    return checkpoint_name(own + jnp.pad(partner, unrotated), "dots")
 
 
 def project_keys(compressed_kv, k_up):
