@@ -177,9 +177,8 @@ def to_experts(x):
     E = len(x)
     n = min(E, devices)
     different, _ = expert_groups(E, devices)
-    if (
-        n == E
-    ):  # one expert on each: a dim of 1 beside n would have a TPU write the buckets in another order
+    # One expert on each device: a dim of 1 beside n would have a TPU copy the buckets into another order.
+    if n == E:
         return lax.all_to_all(x, EXPERT_AXES, 0, 0, axis_index_groups=different)[None]
     x = x.reshape(n, -1, *x.shape[1:])  # [n, E/n, C, D]
     x = lax.all_to_all(x, EXPERT_AXES, 0, 0)

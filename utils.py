@@ -101,8 +101,8 @@ class Model:
     """What a layer keeps for its backward pass, beside its input; it recomputes the rest. dots: products with weights
     other than experts'. experts: what routed experts receive, and their first product. attention: what its kernel
     returns, where there is one (on TPUs only where each layer runs once a batch); dots and experts keep it too. full:
-    nothing more. none: everything, which is the default of a single GPU with room for it, and of TPUs where each layer
-    runs once a batch."""
+    nothing more. none: everything, which is the default where there is room for it, on a single GPU and on TPUs whose
+    layers run once a batch; a single GPU with less room has dots."""
     fsdp: Literal["full", "hoist", "none"] = flag("hoist", on_resume="free")
     """Weights over dp. full: split, gathered before every use, for the least memory. hoist: split, gathered once a
     batch, and as full where that is one microbatch in one stage. none: whole on every replica (experts are always

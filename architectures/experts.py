@@ -405,8 +405,8 @@ def all_rounds(C, more, queues, *operands):
     """`one_round` of C ranks, and further ones of `more` ranks each while there are choices left on any device.
 
     Its gradient is a second such loop, in which each further round is computed anew. Both begin with what the first
-    round gave, and only where there is a further one: XLA would otherwise write zeros and add them, as much as a
-    twentieth of a step of `moe-sparse` by the TPU compiler.
+    round gave, and only where there is a further one: XLA would otherwise write zeros and add them, 0.03 s of 0.92
+    of a step of `moe-sparse` on v5e in the forward pass alone, by the TPU compiler.
     """
     out, _ = _all_rounds_forward(C, more, queues, *operands)
     return out

@@ -62,27 +62,24 @@ def is_tpu(found):
 
 
 def in_one_microbatch(cfg, given, steps, memory_share):
-    """{flag: value} of a TPU's sequences in accumulation steps of one microbatch, for which no loop is needed
-    (`utils.Config.has_loop`): with --remat none in the fewest of at least FILLS_TPU tokens that fit, else all sequences
-    at once. {} where these do not fit either, or flags or the mesh say otherwise. steps: of accumulation; 0: at least
-    those of the preset."""
+    """{flag: value} of a TPU's sequences with --remat none, in accumulation steps of one microbatch, for which no loop
+    is needed (`utils.Config.has_loop`): the fewest of at least FILLS_TPU tokens that fit. {} where none do, or flags or
+    the mesh say otherwise. steps: of accumulation; 0: at least those of the preset."""
     dp, pp, tp = cfg.run.n_device_axis
     total = cfg.data.global_batch_size
-    if pp > 1 or given & {"microbatches", "microbatch_size"}:
+    if pp > 1 or given & {"microbatches", "microbatch_size", "remat"}:
         return {}
     own = total // dp  # sequences of a replica
     fewest = steps or math.gcd(cfg.run.accumulation_steps, own)
     most = fewest if steps else max(fewest, own * cfg.model.T // tp // FILLS_TPU)
-    tried = [(cfg.model.remat, fewest)]
-    if "remat" not in given:
-        several = [n for n in divisors(own) if n % fewest == 0 and n <= most]
-        tried = [("none", n) for n in several] + tried
-    for remat, n in tried:
-        whole = replace(cfg, remat=remat, microbatch_size=total)
+    whole = replace(cfg, remat="none", microbatch_size=total)
+    for n in divisors(own):
+        if n % fewest or n > most:
+            continue
         parts = cut_replica(whole, given, n)
         fits = checked_share(whole, parts, memory_share) <= 1
         if fits and not replace(whole, **parts).has_loop("tpu"):
-            return parts | dict(remat=remat)
+            return parts | dict(remat="none")
     return {}
 
 

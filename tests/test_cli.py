@@ -925,7 +925,7 @@ def test_tpus_need_no_loop_where_all_of_a_replica_fits():
 
     assert settled("", 32) == ("none", 1, 1)  # 256 sequences on 8 replicas
     assert settled("", 8) == ("none", 4, 1)  # steps of 8,192 tokens
-    assert settled("--accumulation_steps 1", 8) == ("attention", 1, 1)
+    assert settled("--accumulation_steps 1", 8) == ("attention", 1, 4)
     assert settled("", 4) == ("attention", 1, 4)
     assert settled("--n_device_axis 4 2 1", 32) == ("attention", 1, 8)
     assert settled("--microbatch_size 4", 32) == ("attention", 1, 8)
@@ -933,8 +933,8 @@ def test_tpus_need_no_loop_where_all_of_a_replica_fits():
         settled("--microbatches 1", 32) == settled("--accumulation_steps 1", 32) == ("none", 1, 1)
     )
     assert settled("--accumulation_steps 2", 16) == ("none", 2, 1)
-    assert settled("--train_batch_size 16", 8) == ("attention", 1, 1)
-    assert settled("--remat full", 32) == ("full", 1, 1)
+    assert settled("--train_batch_size 16", 8) == ("attention", 1, 2)
+    assert settled("--remat full", 32) == ("full", 1, 4)
     assert settled("--blocks 9", 32) == ("attention", 1, 4)  # 54 layers
 
 
